@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.world import World
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
-OWN = ("replicated", "pass_q")
+OWN = ("replicated", "tensor", "pass_q")
 METHODS = (*SINGLE, *OWN)
 
 

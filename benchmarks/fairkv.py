@@ -59,6 +59,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
             f"--kv-heads {kv_heads}: allowed: multiples of --ranks {ranks}, which plain tensor parallelism divides "
             "evenly; or --parts attention"
         )
+    if REGIMES in arguments.parts and not arguments.profile_seconds:
+        options.error(f"--profile-seconds 0: {REGIMES} are predicted gains beside measured ones: allowed: more than 0")
     if "engine" in arguments.parts and arguments.hidden % arguments.heads:
         options.error(
             f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}, or --parts "

@@ -49,7 +49,7 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
     from harness.head_division import make_division, skewed_budgets
     from harness.models import DTYPES as TYPES
     from harness.ragged_heads import HeadShape, TokenPool
-    from harness.virtual_ranks import DenseLayer, VirtualRanks, check_same
+    from harness.virtual_ranks import DenseLayer, VirtualRanks, attention_seconds, check_same
 
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], bench.device)
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
@@ -63,7 +63,7 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
         facts = ranks.division.facts()
         if name != UNIFORM:
             facts["max_output_difference"] = check_same(name, ranks.outputs(0), expected, TOLERANCE[arguments.dtype])
-        attention, held = ranks.attention_seconds(bench), ranks.held_heads()
+        attention, held = attention_seconds([ranks], bench)[0], ranks.held_heads()
         for number in sorted(set(held.flat) - set(dense)):
             layer = DenseLayer(shape, number, arguments.hidden, arguments.intermediate // tp, arguments.batch)
             dense[number] = bench.seconds(layer)

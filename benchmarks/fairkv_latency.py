@@ -89,16 +89,17 @@ def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows
     """Steps over unequal budgets, as slow in every layer as the slowest rank: the middle batch, the largest budget."""
     from harness.head_division import make_division, skewed_budgets
     from harness.ragged_heads import TokenPool
-    from harness.virtual_ranks import VirtualRanks
+    from harness.virtual_ranks import VirtualRanks, attention_seconds
 
     batch, kept = arguments.batches[len(arguments.batches) // 2], arguments.kept[-1]
     budgets = skewed_budgets(arguments.layers, shape.kv_heads, kept, arguments.sigma, arguments.seed)
     pool = TokenPool(shape, max(map(max, budgets)), arguments.seed)
     rows, times = [], measured_times(arguments, shape, batch)
     # So many copies make all ranks equal; more would be the same.
-    for name in (name for name in STEPS if not name[-1].isdecimal() or int(name[-1]) < arguments.tp):
-        division = make_division(name, budgets, ranks=arguments.tp, batch=batch)
-        seconds = VirtualRanks(division, pool, batch).attention_seconds(bench)
+    names = [name for name in STEPS if not name[-1].isdecimal() or int(name[-1]) < arguments.tp]
+    divisions = [make_division(name, budgets, ranks=arguments.tp, batch=batch) for name in names]
+    found = attention_seconds([VirtualRanks(division, pool, batch) for division in divisions], bench)
+    for name, division, seconds in zip(names, divisions, found, strict=True):
         row = {"part": "step", "method": name, "ranks": arguments.tp, "batch": batch, "kept": kept}
         row |= {"seconds": seconds.max(axis=2).sum(axis=1).tolist(), "rank_seconds": seconds.tolist()}
         row |= {"loads": [[tokens / batch for tokens in layer] for layer in division.loads()]}
@@ -177,11 +178,11 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
 
     device = torch.device(arguments.device)
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], device)
-    # Cases are measured in turn, so the caches of all are there; on the CPU all layers of a step, too.
+    # Cases are measured in turn, so the caches of all are there; on the CPU steps' of all layers and methods, too.
     on_cpu = arguments.device == "cpu"
     free = psutil.virtual_memory().available if on_cpu else torch.cuda.mem_get_info()[0]
     middle = arguments.batches[len(arguments.batches) // 2]
-    steps = arguments.layers * middle * arguments.kept[-1] if on_cpu else 0
+    steps = len(STEPS) * arguments.layers * middle * arguments.kept[-1] if on_cpu else 0
     needed = max(sum(arguments.batches) * sum(arguments.kept), steps) * arguments.kv_heads * shape.token_bytes
     words = (
         f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]}, --layers {arguments.layers}"

@@ -33,6 +33,7 @@ WITHOUT = {
     "accuracy": "it measures answers, not times",
     "attention_gpu": "it measures the kernel that profiles are made of",
     "host_attention": "it measures the kernel that the offload engine's profiles are made of",
+    "limits": "it measures the kernels that profiles are made of",
 }
 
 

@@ -26,7 +26,9 @@ def plain_turns(
     directory, device = local_directory(model), engine.mesh.device
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
-    whole = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
+    # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.
+    unasked = {"prefill_chunk_size", *(() if options["do_sample"] else ("prompt_lookup_num_tokens",))}
+    whole = {name: value for name, value in options.items() if name not in unasked}
     found, cache = [], None
     for index, (prompt, sequences) in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):
         torch.manual_seed(seed + index)
@@ -34,6 +36,6 @@ def plain_turns(
         given = {"attention_mask": torch.ones_like(prompt), "past_key_values": cache}
         output = plain.generate(prompt, return_dict_in_generate=True, **given, **whole)
         found.append(torch.equal(output.sequences, sequences))
-        # What follows another answer is computed from the start.
-        cache = output.past_key_values if found[-1] else None
+        # What follows another answer is computed from the start, and so is what transformers checks candidates for.
+        cache = output.past_key_values if found[-1] and "prompt_lookup_num_tokens" not in whole else None
     return found

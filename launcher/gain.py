@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from megakv.fairkv.mapping import HeadMapping
+from megakv.fairkv.mapping import LEAST_GAIN, HeadMapping
 
-LEAST = 1e-6
-"""A smaller gain is rounding: the same loads in another order."""
 LEAST_MEASURED = 0.01
 """A smaller one that was measured may be chance."""
 
@@ -40,7 +38,7 @@ class Gain:
     @property
     def declined(self) -> bool:
         """Whether the mapping promises nothing, and need not be measured."""
-        return (self.predicted if self.step is None else self.step) <= 1 + LEAST
+        return (self.predicted if self.step is None else self.step) <= 1 + LEAST_GAIN
 
     @property
     def taken(self) -> bool:

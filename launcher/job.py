@@ -65,12 +65,14 @@ class JobParser(argparse.ArgumentParser):
 
 
 def generation_options(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of `generate`, as the arguments of `add_settings_arguments` ask for them."""
+    """Of `generate`, as the arguments of `add_settings_arguments`, and `add_lookup_argument`, ask for them."""
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if options["do_sample"]:
         options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
     if arguments.prefill_chunk_size is not None:
         options["prefill_chunk_size"] = arguments.prefill_chunk_size
+    if (lookup := getattr(arguments, "prompt_lookup", None)) is not None:
+        options["prompt_lookup_num_tokens"] = lookup
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is not None:
         options["pad_token_id"] = tokenizer.eos_token_id
     return options

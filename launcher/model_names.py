@@ -25,6 +25,12 @@ def model_shape(name: str, *, dtype: torch.dtype | None = None) -> ModelShape:
         raise ValueError(f"--model: {error}{hint}") from None
 
 
+def model_name(model: str) -> str:
+    """What a profile of it is named by: the folder of a config file."""
+    path = Path(model)
+    return str(path.parent) if path.is_file() else model
+
+
 def _nearest(name: str) -> list[str]:
     """Models near a path that does not exist: beside it, and among the recipes."""
     folders = {path.parent for parent in {Path(name).parent, _recipes()} for path in parent.glob("*/config.json")}

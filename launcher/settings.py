@@ -43,9 +43,20 @@ def add_settings_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
     parser.add_argument("--seed", type=int, default=0, help="seed for sampling (default 0)")
 
 
+def add_lookup_argument(parser: argparse.ArgumentParser) -> None:
+    """The argument of whatever answers questions: how many tokens a step may check."""
+    parser.add_argument(
+        "--prompt-lookup",
+        type=int,
+        metavar="N",
+        help="look up to N next tokens of an answer up in the conversation, and check them in one step",
+    )
+
+
 def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that every job takes."""
     add_settings_arguments(parser, max_new_tokens=64)
+    add_lookup_argument(parser)
     parser.add_argument("--json", help="write the outcome to this file")
     parser.add_argument("--timeline", help="draw compute and communication of every rank to this PNG")
     parser.add_argument("--report", metavar="FILE", help="write the HTML page of megakv report about all answers")
@@ -56,7 +67,7 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_job_arguments(arguments: argparse.Namespace) -> None:
     """Refuse impossible ones before anything starts."""
-    for name in ("cp", "tp", "threads", "max_new_tokens", "prefill_chunk_size"):
+    for name in ("cp", "tp", "threads", "max_new_tokens", "prefill_chunk_size", "prompt_lookup"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")

@@ -15,6 +15,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.compiled import load_kernel
+from megakv.attention.linear import load_linear
+from megakv.attention.prefill import load_prefill
 from megakv.choice import serves_first_turns_only
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.shape import ModelShape
@@ -133,12 +135,12 @@ def _make_engine(
         settle_allocator()
     if mesh.device.type == "cpu" or (section.offload.enabled and section.offload.host_attends):
         # Before the first token, which would wait for the compiler.
-        kernel, reason = load_kernel()
-        if kernel is None and mesh.rank == 0:
+        reasons = [why for kernel, why in (load_kernel(), load_prefill(), load_linear()) if kernel is None]
+        if reasons and mesh.rank == 0:
             logger.warning(
-                "the processor attends through PyTorch's kernels, slower for single tokens, because MegaKV's own "
-                "cannot be had: %s (a C++ compiler that knows OpenMP is needed, c++ or the one in CXX)",
-                reason,
+                "the processor computes through PyTorch's kernels, which are slower, because MegaKV's own cannot be "
+                "had: %s (a C++ compiler that knows OpenMP is needed, c++ or the one in CXX)",
+                reasons[0],
             )
 
     agreement = Agreement(comm)

@@ -8,7 +8,7 @@ That goes by ``megakv.context_parallel.policy``: ``cost`` takes what the cost mo
 hardware profile, or without one what sends the fewer bytes, pass-Q's All2All included; ``alg1`` and ``alg5`` are the
 paper's Algorithms 1 and 5, with the compute and bandwidth of the profile; ``fitted`` is the rule of Appendix D with the
 constants of a fit file. None are shipped: the published ones would choose pass-Q for a full prefill of 128K tokens,
-against the paper's own text. Decode is chosen by the cost model or the batch size.
+against the paper's own text. Decode is chosen by the cost model, or by bytes of weights and the batch size.
 
 Prefill is never given to ``all_gather`` by itself: it holds the keys and values of all ranks at once, which a long
 context cannot. Nor to ``tsp`` and ``tsp_causal``, which are there to be measured against.
@@ -34,13 +34,14 @@ from megakv.costmodel.context_parallel import (
     miss_rate_with_all_to_all,
     new_tokens_hiding_kv,
 )
-from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.decoding import decode_methods, ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.policy_fit import PolicyFit, load_fit
 from megakv.costmodel.prefill import alone
 from megakv.costmodel.shape import AttentionShape, ModelShape, local_heads
+from megakv.costmodel.sliced import SlicedTimes
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.laws import CombinationError
@@ -165,18 +166,38 @@ def _hidden_or_smaller(
     return "pass_kv" if workload.total_new >= hiding or workload.miss_rate >= threshold else "pass_q"
 
 
-def choose_decode(evidence: Evidence, workload: Workload, model: ModelShape | None, tp_size: int) -> str:
+def choose_decode(
+    evidence: Evidence, workload: Workload, model: ModelShape | None, tp_size: int, *, slices: bool | None = None
+) -> str:
     """The method of decoding for a whole model, if its shape is known: its layers share a layout.
 
-    Replicated queries cost more outside attention too.
+    Replicated queries cost more outside attention too. `slices` says whether those of a layer's feed-forward are worth
+    a message; None: ranks have none.
     """
     profile = evidence.profile
     if profile is None or model is None:
+        if slices:
+            return "tensor"
         # Sharding fewer sequences than ranks would leave ranks idle.
         return "replicated" if len(workload.new) < workload.size else "pass_q"
     return min(
-        ("replicated", "pass_q"), key=lambda method: ttit_seconds(profile, model, workload, method, tp_size=tp_size)
+        decode_methods(workload.size, weights_here=slices is not None),
+        key=lambda method: ttit_seconds(profile, model, workload, method, tp_size=tp_size),
     )
+
+
+def choose_slices(
+    evidence: Evidence, spared: Mapping[str, int], model: ModelShape | None, *, size: int, tp_size: int, worth: int
+) -> dict[str, bool]:
+    """Of which kinds of a layer's linears slices take less time than they spare, in decoding one token.
+
+    By the cost model where it knows machine and model, else by the bytes that each kind is `spared` of, and those that
+    a message is `worth`.
+    """
+    if evidence.profile is None or model is None:
+        return {kind: nbytes >= worth for kind, nbytes in spared.items()}
+    times = SlicedTimes(evidence.profile, model, tokens=1, size=size, tp_size=tp_size)
+    return {kind: gain > 0 for kind, gain in times.gains(0).items()}
 
 
 def load_evidence(

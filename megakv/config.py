@@ -221,6 +221,14 @@ def _offload_refusals(section: MegaKVSection) -> Iterator[str | CombinationError
         for key in (key for key, given in switches.items() if given):
             yield CombinationError("needs", f"megakv.offload.{key} is set: that needs megakv.offload.enabled = true")
         return
+    parallel = section.context_parallel
+    if offload.weights and parallel.decode == "tensor" and parallel.size > 1:
+        yield CombinationError(
+            "needs",
+            f"megakv.context_parallel.decode = 'tensor' needs all weights where they are computed with: with "
+            f"megakv.offload.weights = {offload.weights!r} every rank brings whole layers for its slices; allowed: "
+            "'auto', 'replicated' or 'pass_q'",
+        )
     if offload.weights == "disk" and not offload.disk_gb:
         yield CombinationError(
             "needs",

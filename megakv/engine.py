@@ -10,7 +10,9 @@ from typing import Any
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
+from megakv.assisted import AssistedModel
 from megakv.cache.cache import ShardedCache
+from megakv.candidates import check_candidates, proposes
 from megakv.config import MegaKVConfig
 from megakv.device import on_device, without_autograd
 from megakv.distributed.agreement import Agreement
@@ -18,7 +20,15 @@ from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Generation
-from megakv.generation import LengthLimits, check_options, check_tokens, given_option, new_token_limit, pad_left
+from megakv.generation import (
+    LengthLimits,
+    candidates_beyond,
+    check_options,
+    check_tokens,
+    given_option,
+    new_token_limit,
+    pad_left,
+)
 from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
@@ -30,6 +40,7 @@ from megakv.runtime import Runtime
 from megakv.session import Session
 from megakv.session_files import HeadsHere, heads_of
 from megakv.tracking.machine import reset_peak_memory
+from megakv.tracking.measurements import CandidateCounts
 from megakv.tracking.report import RunReport
 from megakv.tracking.tracker import Tracker
 from megakv.weights.fingerprint import check_same_config, check_same_weights
@@ -79,7 +90,8 @@ class MegaKVEngine(InferenceEngine):
         if self._offloader is not None:
             owned.callback(self._offloader.close)
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache
-        hooks = ForwardHooks(model, runtime, partial(new_cache, layers))
+        here = loaded.layer_weights is None
+        hooks = ForwardHooks(model, runtime, partial(new_cache, layers), slices=here)
         owned.callback(hooks.remove)
         self._limits = LengthLimits(model, config)
         comm.ledger.timeline = config.megakv.tracking.records_events
@@ -126,7 +138,8 @@ class MegaKVEngine(InferenceEngine):
         """transformers' own `generate`, over all ranks; returns the same tokens, or `ModelOutput`, on every rank.
 
         The prompt is ``[B, S]``, also as ``input_ids=``; options are all that `transformers.GenerationMixin.generate`
-        takes, but what needs a second model or hidden states.
+        takes, but what needs hidden states. With ``prompt_lookup_num_tokens`` or ``assistant_model`` a step checks
+        several tokens of one sequence; an assistant, a plain model, is given on every rank and run on rank 0.
 
         Raises
         ------
@@ -161,31 +174,39 @@ class MegaKVEngine(InferenceEngine):
                     raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
                 if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
                     raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
+            if assisted := proposes(self.module, options):
+                check_candidates(self.module, self._config, options, ids)
             width = 0 if ids is None else ids.shape[1]
             new_plans = None
             if self._offloader is not None:
                 # Beams share most of their tokens.
                 beams = (given_option("num_beams", options, self.module) or 1) > 1
                 limit = 0 if beams else new_token_limit(self.module, options, width)
+                limit += candidates_beyond(self.module, options)
                 new_plans = partial(self._offloader.new_run, limit, width)
             self._runtime.planner.choice = None
             # transformers caches after embeddings in any case.
             use_cache = embeds is not None or given_option("use_cache", options, self.module) is not False
             # Beam search reorders whatever goes by that name, None too.
             held = {"past_key_values": cache} if use_cache else {}
-            with agreed_call(self.module, ids, options, self._comm, self.agreement, new_plans) as (prepared, clock):
+            with agreed_call(self.module, ids, options, self._comm, self.agreement, new_plans) as (prepared, rank_zero):
                 reset_peak_memory(self.mesh.device)
-                self._record = RunRecord(clock)
+                self._record = RunRecord(rank_zero.clock)
                 if use_cache:
                     # Some models drop the cache on the way.
                     prompt = Turn(cache.length, width if embeds is None else embeds.shape[1])
                     given = ids if embeds is None else embeds
                     self._runtime.generation = Generation(cache, prompt, None if given is None else len(given))
                 try:
-                    output = self.module.generate(ids, **held, **prepared)
+                    model: Any = self.module
+                    if assisted and self._runtime.generation is not None:
+                        model = AssistedModel(model, self._runtime.generation, rank_zero, self.agreement)
+                    output = model.generate(ids, **held, **prepared)
                 finally:
                     self._runtime.generation = None
             self._record.finish(ids, mask, cache, output, self._runtime.planner.choice)
+            if (checked := rank_zero.candidates) is not None:
+                self._record.candidates = CandidateCounts(checked.steps, checked.proposed, checked.accepted)
             if self._offloader is not None:
                 self._record.offload = [step.report() for step in self._offloader.steps]
                 self._record.disk_io = self._offloader.disk_io

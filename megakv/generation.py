@@ -15,10 +15,10 @@ from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.injection.policy import depends_on_length, policy_for
 
 REFUSED_OPTIONS = {
-    "assistant_model": "assisted decoding runs a second model",
-    "assistant_tokenizer": "assisted decoding runs a second model",
-    "prompt_lookup_num_tokens": "assisted decoding is not supported",
-    "assistant_early_exit": "assisted decoding is not supported",
+    "assistant_tokenizer": "an assistant's tokens are checked as they are; take one with the model's own tokenizer",
+    "assistant_early_exit": "an assistant is a model of its own; use assistant_model",
+    "use_mtp": "the model's extra layers propose tokens from hidden states; use assistant_model",
+    "speculation_type": "such an assistant proposes tokens from hidden states; use another assistant_model",
     "custom_generate": "only transformers' own generation loops are supported",
     "negative_prompt_ids": "classifier-free guidance runs the model on a second prompt",
     "guidance_scale": "classifier-free guidance runs the model on a second prompt",
@@ -71,10 +71,11 @@ class LengthLimits:
                 f"the prompt has {prompt} tokens but the model has positions for {positions} "
                 "(max_position_embeddings); shorten the prompt or use a model with a longer context"
             )
-        if positions is not None and self._table and total > positions:
+        beyond = candidates_beyond(self._model, options)
+        if positions is not None and self._table and total + beyond > positions:
             raise ValueError(
-                f"prompt and output need {total} positions but the model has a table of {positions} "
-                f"(max_position_embeddings); ask for at most {positions - prompt} new tokens"
+                f"prompt and output need {total + beyond} positions but the model has a table of {positions} "
+                f"(max_position_embeddings); ask for at most {max(0, positions - prompt - beyond)} new tokens"
             )
         if self._most is not None and total > self._most:
             raise ValueError(
@@ -93,6 +94,14 @@ def new_token_limit(model: PreTrainedModel, options: dict[str, Any], prompt: int
     """Tokens that a call may add to each row of its prompt."""
     new = given_option("max_new_tokens", options, model)
     return int(new) if new is not None else max(0, (given_option("max_length", options, model) or 0) - prompt)
+
+
+def candidates_beyond(model: PreTrainedModel, options: dict[str, Any]) -> int:
+    """Looked-up candidates that may be computed behind the last token that a call may add; drawn as transformers draws
+    them, for the same random numbers. Otherwise none are proposed there.
+    """
+    lookup = given_option("prompt_lookup_num_tokens", options, model)
+    return int(lookup) if lookup is not None and given_option("do_sample", options, model) else 0
 
 
 def pad_left(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,21 @@ from functools import partial
 import numpy as np
 
 from megakv.attention.method import AttentionCall
-from megakv.attention.methods import prefill_methods
+from megakv.attention.methods import METHODS, prefill_methods
 from megakv.cache.cache import ShardedCache
-from megakv.choice import PrefillChoice, choose_decode, choose_prefill, load_evidence, plan_prefill
+from megakv.choice import (
+    PrefillChoice,
+    choose_decode,
+    choose_prefill,
+    choose_slices,
+    load_evidence,
+    plan_prefill,
+)
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.sliced import worth_bytes
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.distributed.layouts import balanced, contiguous, on_last_rank, replicated, round_robin
@@ -43,6 +51,8 @@ class PassPlanner:
     runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
     divided: bool = False
     """Whether replicas of KV heads share tokens: like compressed ones, those do not travel."""
+    slices: bool | None = None
+    """Whether what ranks are spared by slices of feed-forward layers is worth a message; None: they have no slices."""
     choice: PrefillChoice | None = None
     """How the last prompt was spread."""
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
@@ -65,20 +75,26 @@ class PassPlanner:
         """Whether the last rank keeps what all ranks of a chain compute, and decodes alone."""
         return self.runahead.kv == "last" and self.comm.mesh.cp_size > 1
 
-    def decodes(self, workload: Workload) -> bool:
-        """Whether a pass goes the way of decoding.
+    def decodes(self, workload: Workload, proposed: int = 0) -> bool:
+        """Whether a pass, of which some tokens may be candidates, goes the way of decoding.
 
         With fewer than 2N new tokens per sequence balanced chunks would be empty.
         """
-        return 1 < workload.size and max(workload.new) < 2 * workload.size and not self._cut_by_user(workload)
+        few = proposed > 0 or (max(workload.new) < 2 * workload.size and not self._cut_by_user(workload))
+        return 1 < workload.size and few
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, workload: Workload) -> tuple[Layout, str | None]:
-        """Where the new tokens of a pass go, and the attention method of all layers; None where each layer chooses."""
+    def plan(
+        self, new: TokenBlock, cache: ShardedCache, workload: Workload, proposed: int = 0
+    ) -> tuple[Layout, str | None]:
+        """Where the new tokens of a pass go, and the attention method of all layers; None where each layer chooses.
+
+        `proposed` of them are candidates.
+        """
         size = workload.size
         held = cache.table.counts() if cache.length else None
         if size == 1:
             return balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
-        if self.decodes(workload):
+        if self.decodes(workload, proposed):
             return self._decode_layout(new, workload, held)
         if self.divided and cache.length:
             self.choice = PrefillChoice("pass_q")
@@ -127,6 +143,21 @@ class PassPlanner:
         index = self.comm.broadcast(word, first, "cp", operation="control", layer=layer)
         return methods[int(index)]
 
+    @property
+    def may_slice(self) -> bool:
+        """Whether decoding may go by slices of linears."""
+        return self.comm.mesh.cp_size > 1 and self.config.decode in ("auto", "tensor")
+
+    def slice_pays(self, spared: dict[str, int]) -> dict[str, bool]:
+        """For which kinds of a layer's linears that takes less time, by rank 0's word: so many bytes are not read."""
+        mesh = self.comm.mesh
+        one_host = self.comm.watch.neighbours == mesh.world_size
+        worth = worth_bytes(accelerator=mesh.device.type != "cpu", direct=bool(mesh.links), one_host=one_host)
+        decide = partial(
+            choose_slices, self.evidence, spared, self.shape, size=mesh.cp_size, tp_size=mesh.tp_size, worth=worth
+        )
+        return self._agreement.decide(decide)
+
     def forget(self) -> None:
         """A call failed in the middle: of what rank 0 said, ranks may have heard different parts."""
         self._decode_methods.clear()
@@ -140,7 +171,7 @@ class PassPlanner:
         if known not in self._decode_methods:
             self._decode_methods.clear()
             self._decode_methods[known] = self._agreement.decide(
-                lambda: choose_decode(self.evidence, known, self.shape, self.comm.mesh.tp_size)
+                lambda: choose_decode(self.evidence, known, self.shape, self.comm.mesh.tp_size, slices=self.slices)
             )
         return self._decode_methods[known]
 
@@ -162,4 +193,4 @@ class PassPlanner:
         if self.gathers and (held is None or not held[:-1].any()):
             return on_last_rank(new, size), "local"
         method = self.decode_method(workload)
-        return (replicated if method == "replicated" else round_robin)(new, size, held), method
+        return (replicated if METHODS[method].replicated else round_robin)(new, size, held), method

@@ -15,7 +15,7 @@ from megakv.distributed.comm import Communicator
 from megakv.fairkv.mapping import HeadMapping
 from megakv.generation_call import TokenClock
 from megakv.tracking.machine import machine_info, peak_memory_bytes, version_info
-from megakv.tracking.measurements import HeadBalance, OffloadStep, PrefillPlan, Traffic, head_balance
+from megakv.tracking.measurements import CandidateCounts, HeadBalance, OffloadStep, PrefillPlan, Traffic, head_balance
 from megakv.tracking.report import RankReport, RunReport
 
 
@@ -33,6 +33,7 @@ class RunRecord:
     offload: list[OffloadStep] = field(default_factory=list)
     disk_io: str | None = None
     schedule: str | None = None
+    candidates: CandidateCounts | None = None
 
     def finish(
         self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
@@ -103,6 +104,7 @@ class RunRecord:
             machine=machine_info(),
             prefill=self.prefill,
             balance=_balance(ranks, comm, config, mapping),
+            candidates=self.candidates,
             methods={stage: dict(counts) for stage, counts in comm.ledger.methods.items()},
         )
 

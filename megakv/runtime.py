@@ -104,7 +104,8 @@ class Runtime:
             self._forget()
             self.planner.forget()
         lengths, size = np.diff(new.bounds), self.comm.mesh.cp_size
-        self.comm.ledger.decoding = int(lengths.max(initial=0)) <= 1
+        proposed = 0 if self.generation is None else self.generation.proposed
+        self.comm.ledger.decoding = proposed > 0 or int(lengths.max(initial=0)) <= 1
         turn, compress, ends = self._turn(lengths, cache, slots)
         evict: tuple[int, ...] = ()
         watched = False
@@ -115,15 +116,18 @@ class Runtime:
         if not len(new):
             # There is nothing to attend to; a stand-in row on every rank goes through the layers.
             layout = balanced(new, size)
-            return ForwardPass(layout, cache, "local", slots, rank, wanted, generation=self.generation)
+            # What came of a turn that goes on stays whole, windows or not: it may be compressed when it ends.
+            going = None if ends else turn
+            return ForwardPass(layout, cache, "local", slots, rank, wanted, turn=going, generation=self.generation)
         held = cache.table.counts().sum(0) if cache.length else np.zeros_like(lengths)
         workload = Workload(tuple(lengths.tolist()), tuple(held.tolist()), size)
-        layout, method = self.planner.plan(new, cache, workload)
+        layout, method = self.planner.plan(new, cache, workload, proposed)
         # The last layer can do with the tokens whose results are asked for. It does where there is one of each
         # sequence, as when text is generated, unless something may be compressed, which takes all queries.
         asked = wanted.tokens(new.batch)
-        narrow = self.last_layer is not None and turn is None and not watched and not self.planner.decodes(workload)
-        if narrow and len(asked) and np.diff(asked.bounds).max() <= 1:
+        decodes = self.planner.decodes(workload, proposed)
+        narrow = self.last_layer is not None and turn is None and not watched and not decodes
+        if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
             layout = layout.narrowed(asked)
         return ForwardPass(
             layout=layout,
@@ -133,6 +137,7 @@ class Runtime:
             rank=rank,
             wanted=wanted,
             workload=workload,
+            proposed=proposed,
             turn=turn,
             compress=compress,
             evict=evict,
@@ -146,7 +151,8 @@ class Runtime:
 
         A pass that is no part of a `generate` call's prompt is a turn of its own.
         """
-        if self.compressor is None:
+        if self.compressor is None or (self.generation is not None and self.generation.proposed):
+            # Candidates behind a prompt are no prompt.
             return None, (), True
         prompt = None if self.generation is None else self.generation.prompt
         turn = Turn(cache.length, slots) if prompt is None or slots > prompt.stop else prompt
@@ -185,7 +191,7 @@ class Runtime:
         step = self.current
         assert step is not None, "attention outside a forward pass"
         self.comm.ledger.leave_dense()
-        rows = len(step.tokens)
+        rows, length = len(step.tokens), q_BHSD.shape[2]
         wanted = step.layout.wanted if layer == self.last_layer else None
         index = None if wanted is None else step.once("wanted", lambda: upload(wanted[step.rank], q_BHSD.device))
         store = step.cache.store(layer)
@@ -193,21 +199,27 @@ class Runtime:
         if step.workload is None:
             # As where a piece of a prompt is nothing but padding. Nothing begins, nor ends, in a store.
             store.finish()
-            return q_BHSD.new_zeros((1, q_BHSD.shape[2], q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
+            return q_BHSD.new_zeros((1, length, q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
         # No later pass belongs to a turn that ends.
         ends = step.turn is None or step.slots == step.turn.stop
         store.begin(complete=step.complete, turn=step.turn is not None, ends=ends)
+        q_HLD, k_KLD, v_KLD = q_BHSD[0], k_BKSD[0], v_BKSD[0]
+        if rows < length:
+            k_KLD, v_KLD = k_KLD[:, :rows], v_KLD[:, :rows]
         if not step.layout.gathered:
-            self._store(step, store, k_BKSD[0], v_BKSD[0])
-        q_HLD = q_BHSD[0, :, :rows] if index is None else q_BHSD[0].index_select(1, index)
+            self._store(step, store, k_KLD, v_KLD)
+        if index is not None:
+            q_HLD = q_HLD.index_select(1, index)
+        elif rows < length:
+            q_HLD = q_HLD[:, :rows]
         lift: Callable[[Tensor], Tensor] | None = None
         if (latent := scoring.latent) is not None and not self._expands(step, latent, narrowed=index is not None):
             q_HLD, scoring, lift = latent.absorb(q_HLD), scoring.absorbed(), latent.lift
         call = AttentionCall(
             layer=layer,
             q_HLD=q_HLD,
-            k_KLD=k_BKSD[0, :, :rows],
-            v_KLD=v_BKSD[0, :, :rows],
+            k_KLD=k_KLD,
+            v_KLD=v_KLD,
             layout=step.layout,
             scoring=scoring,
             kv_heads=k_BKSD.shape[1],
@@ -246,12 +258,13 @@ class Runtime:
                 step.cache.attended(layer, step.slots)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
-        heads, length, value_dim = q_BHSD.shape[1], q_BHSD.shape[2], out_HLD.shape[2]
-        out_BSHD = q_BHSD.new_zeros if rows < length or call.narrowed else q_BHSD.new_empty
-        result = out_BSHD((1, length, heads, value_dim))
-        result[0, slice(rows) if index is None else index] = out_HLD.transpose(0, 1).to(result.dtype)
+        out_LHD = out_HLD.transpose(0, 1).to(q_BHSD.dtype, memory_format=torch.contiguous_format)
+        if rows < length or call.narrowed:
+            whole_LHD = q_BHSD.new_zeros((length, *out_LHD.shape[1:]))
+            whole_LHD[slice(rows) if index is None else index] = out_LHD
+            out_LHD = whole_LHD
         self.comm.ledger.enter_dense()
-        return result
+        return out_LHD[None].contiguous()
 
     @staticmethod
     def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:
@@ -269,16 +282,12 @@ class Runtime:
     def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""
         stored = step.layout.stored[step.rank]
-        rows = step.layout.kept_rows(step.rank)
-        kept = None if rows is None else step.once("kept", lambda: upload(rows, k_KLD.device))
-        if kept is None and len(stored) > 1 and stored.single:
-            store.append_each(stored.sequences, k_KLD[:, : len(stored)], v_KLD[:, : len(stored)])
+        kept = step.once("kept", lambda: _kept(step, k_KLD.device))
+        if kept is None:
+            store.append_each(stored.sequences, k_KLD, v_KLD)
             return
-        for sequence in range(step.batch):
-            run = stored.run(sequence)
-            if run.stop > run.start:
-                index = run if kept is None else kept[run]
-                store.append(sequence, k_KLD[:, index], v_KLD[:, index])
+        for sequence, rows in kept:
+            store.append(sequence, *((k_KLD, v_KLD) if rows is None else (k_KLD[:, rows], v_KLD[:, rows])))
 
     def _attended(self, step: ForwardPass, call: AttentionCall) -> tuple[Tensor, Tensor]:
         name = step.method or self.planner.prefill_method(step, call)
@@ -288,3 +297,21 @@ class Runtime:
             self.methods[name] = METHODS[name].make()
         self.comm.ledger.attended(name)
         return self.methods[name](call)
+
+
+def _kept(step: ForwardPass, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
+    """Of the tokens that this rank computes, the rows that it keeps of each sequence; None in the place of all rows.
+
+    Nothing where it keeps a single row of each of several sequences, in their order.
+    """
+    stored, rows = step.layout.stored[step.rank], step.layout.kept_rows(step.rank)
+    if rows is None and len(stored) > 1 and stored.single:
+        return None
+    index = None if rows is None else upload(rows, device)
+    runs = [(sequence, stored.run(sequence)) for sequence in range(step.batch)]
+    whole = len(step.tokens)
+    return [
+        (sequence, None if run.stop - run.start == whole else run if index is None else index[run])
+        for sequence, run in runs
+        if run.stop > run.start
+    ]

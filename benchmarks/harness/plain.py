@@ -27,7 +27,7 @@ class PlainTimes:
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
-        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
+        self._tokens = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory, head_ranks=tp_size)
 
     def prefill(self, new: int, *, masked: bool = False, generating: bool = False) -> float:
         """TTFT of a prompt that `generate` reads, or the model; `masked`: hidden scores are computed, too."""

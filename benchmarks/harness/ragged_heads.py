@@ -14,7 +14,7 @@ from torch import Tensor
 from megakv.attention.partial import PartialAttention
 from megakv.attention.reference import Scoring
 from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.ragged_body import RaggedBody
 
 from .head_division import Division, Piece
 

@@ -108,20 +108,29 @@ class VirtualRanks:
         outs, lses = (torch.cat(each) for each in zip(*parts, strict=True))
         return merge_by_owner(outs, lses, torch.cat(owners), self._batch * self._pool.shape.kv_heads)[0]
 
-    @torch.inference_mode()
-    def attention_seconds(self, bench: Bench) -> Times:
-        """``[repeats, layers, ranks]``; all layers take turns, as in a step, where nothing empties caches."""
-        layers, ranks = len(self.division.pieces), range(self._ranks)
-        together = [[layer] for layer in range(layers)] if bench.flushes else [list(range(layers))]
-        found = []
-        for some in together:
-            held = [RankLayer(self._pool, self.division, layer, rank, self._batch) for layer in some for rank in ranks]
-            found.append(bench.by_turns([each.attend for each in held]).reshape(bench.repeats, len(some), -1))
-        return np.concatenate(found, axis=1)
+    def layers(self, some: Sequence[int]) -> list[RankLayer]:
+        """Of some layers, the part of every rank."""
+        return [
+            RankLayer(self._pool, self.division, at, rank, self._batch) for at in some for rank in range(self._ranks)
+        ]
 
     def held_heads(self) -> npt.NDArray[np.int64]:
         """``[layers, ranks]`` KV heads of each rank, copies included."""
         return np.array([[len({p.head for p in rank}) for rank in layer] for layer in self.division.pieces])
+
+
+@torch.inference_mode()
+def attention_seconds(divisions: Sequence[VirtualRanks], bench: Bench) -> Times:
+    """``[divisions, repeats, layers, ranks]``; all divisions take turns, so that they meet the same disturbances.
+
+    So do all layers, as in a step, where nothing empties caches.
+    """
+    layers, found = range(len(divisions[0].division.pieces)), []
+    for some in [[layer] for layer in layers] if bench.flushes else [list(layers)]:
+        held = [each for ranks in divisions for each in ranks.layers(some)]
+        seconds = bench.by_turns([each.attend for each in held])
+        found.append(np.moveaxis(seconds.reshape(bench.repeats, len(divisions), len(some), -1), 1, 0))
+    return np.concatenate(found, axis=2)
 
 
 def check_same(name: str, found: Tensor, expected: Tensor, tolerance: float) -> float:

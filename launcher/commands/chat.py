@@ -15,7 +15,12 @@ from types import FrameType
 
 from megakv.launcher.prompts import read_text
 from megakv.launcher.ranks import command_line, start_ranks
-from megakv.launcher.settings import add_settings_arguments, check_job_arguments, mesh_of
+from megakv.launcher.settings import (
+    add_lookup_argument,
+    add_settings_arguments,
+    check_job_arguments,
+    mesh_of,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> None:
@@ -27,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
     parser.add_argument("--document", metavar="FILE", help="UTF-8 text that is read first and that questions are about")
     parser.add_argument("--no-chat-template", action="store_true", help="feed texts as they are")
     add_settings_arguments(parser, max_new_tokens=512)
+    add_lookup_argument(parser)
     parser.add_argument("--threads", type=int, help="threads of every rank (default: cores / ranks, on the CPU)")
     parser.add_argument("--pid-file", help=argparse.SUPPRESS)
 

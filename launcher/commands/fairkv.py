@@ -96,7 +96,14 @@ def check(arguments: argparse.Namespace) -> MegaKVConfig:
                 f"--hardware {arguments.hardware} predicts steps of tensor-parallel ranks alone, but --cp is "
                 f"{config.cp_size}: leave out --hardware, and the placements are measured, or use --cp 1"
             )
-        step_times(arguments.hardware, str(directory), tp_size=config.tp_size).check(counts[0], counts[2])
+        times = step_times(arguments.hardware, str(directory), tp_size=config.tp_size)
+        times.check(counts[0], counts[2])
+        own, measured = (str(each).removeprefix("torch.") for each in (config.dtype or model.dtype, times.model.dtype))
+        if own not in (measured, "None"):
+            raise ValueError(
+                f"--hardware {arguments.hardware} predicts steps in {measured}, but this run (--dtype) is in {own}: "
+                "use a profile of that type, or leave out --hardware"
+            )
     if arguments.budgets is not None:
         read_budgets(arguments.budgets, arguments.model, model)
     with suppress(OSError):

@@ -54,6 +54,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from megakv.fairkv.figures import draw_mapping
     from megakv.fairkv.mapper import map_heads
     from megakv.fairkv.profile import load_budgets
+    from megakv.launcher.model_names import model_name
 
     _check_files(arguments)
     if arguments.length is not None and arguments.length < 1:
@@ -64,7 +65,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         model = times.model if times else _shape(arguments.model, torch.float32)
     try:
         if model is not None:
-            profile.check_model(_name(arguments.model), len(model.layers), model.cached_heads)
+            profile.check_model(model_name(arguments.model), len(model.layers), model.cached_heads)
         if arguments.length is not None:
             profile.check_length(arguments.length)
     except ValueError as error:
@@ -138,7 +139,10 @@ def step_times(machine: str, model: str, *, tp_size: int, batch: int = 1) -> Hea
     profile = hardware(machine, setting="--hardware").on_mesh(cp_size=1, tp_size=tp_size)
     shape = _shape(model, getattr(torch, profile.fingerprint.dtype))
     shared = profile.sum_times(tp_size, shared_memory=True) is not None
-    return HeadTimes(profile, shape, tp_size=tp_size, batch=batch, shared_memory=shared)
+    try:
+        return HeadTimes(profile, shape, tp_size=tp_size, batch=batch, shared_memory=shared)
+    except ValueError as error:
+        raise ValueError(f"--model {model}: {error}; allowed: a model that caches keys and values of heads") from error
 
 
 def _shape(model: str, dtype: torch.dtype) -> ModelShape:
@@ -149,8 +153,3 @@ def _shape(model: str, dtype: torch.dtype) -> ModelShape:
         return ModelShape.from_path(model, dtype=dtype)
     except ValueError as error:
         raise ValueError(f"--model {model}: {error}") from error
-
-
-def _name(model: str) -> str:
-    path = Path(model)
-    return str(path.parent) if path.is_file() else model

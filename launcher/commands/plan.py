@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megakv.launcher.ranks import check_writable
 from megakv.tracking.files import write_whole
 
 if TYPE_CHECKING:
     from megakv.costmodel.choices import Choice, Demand
     from megakv.costmodel.cluster import ClusterPlanner, Plan
     from megakv.costmodel.presets import Hardware
+    from megakv.costmodel.shape import ModelShape
+    from megakv.fairkv.profile import BudgetProfile
 
 SHOWN = 8
 LEAST_SHARE = 0.001
@@ -44,6 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-lossy", action="store_true", help="also FP8 weights, and compressed caches where nothing else fits"
     )
+    text = "profile of megakv fairkv-profile: what KV heads keep of compressed caches, and are placed by on ranks"
+    parser.add_argument("--budgets", metavar="FILE", help=text)
+    text = "write the mapping of KV heads of the best choice to this file, if one is faster than heads in runs"
+    parser.add_argument("--mapping", metavar="FILE", help=text)
     parser.add_argument("--explain", action="store_true", help="where time and memory go, and all that was rejected")
     parser.add_argument("--config", help="write the JSON of the best choice, ready to run, to this file")
     parser.add_argument("--json", help="write all choices, terms and rejections to this file")
@@ -72,18 +79,23 @@ def run(arguments: argparse.Namespace) -> None:
         lossy=arguments.allow_lossy,
         objective=arguments.objective,
     )
+    _check_files(arguments)
     model = model_shape(arguments.model, dtype=getattr(torch, machine.spec.dtype))
+    budgets = _budgets(arguments, model)
     with tqdm(desc="plan", unit="mesh", leave=False, delay=1.0) as bar:
 
         def progress(done: int, count: int) -> None:
             bar.total = count
             bar.update(done - bar.n)
 
-        planner = ClusterPlanner(machine, model, progress=progress)
+        planner = ClusterPlanner(machine, model, budgets=budgets, progress=progress)
         found = planner.plan(demand)
-    config = choice_config(found.choices[0], machine, model, demand.objective)
+    best = found.choices[0]
+    config = choice_config(best, machine, model, demand.objective, arguments.mapping)
     load_config(config)
     seconds = time.perf_counter() - begun
+    if best.mapping is not None:
+        best.mapping.save(arguments.mapping)
     if arguments.config:
         write_whole(arguments.config, (json.dumps(config, indent=2) + "\n").encode())
     if arguments.json:
@@ -91,6 +103,8 @@ def run(arguments: argparse.Namespace) -> None:
         values |= {"positions": model.positions, "seconds": seconds}
         write_whole(arguments.json, (json.dumps(values, indent=1) + "\n").encode())
     _show(arguments, machine, demand, planner, found)
+    if budgets is not None:
+        print(f"\nKV heads of the best: {_placed(best, arguments.mapping)}")
     if model.positions is not None and demand.total > model.positions:
         print(
             f"\nnote: the model's config names {model.positions:,} positions: unless its rotary embedding follows the "
@@ -98,6 +112,52 @@ def run(arguments: argparse.Namespace) -> None:
         )
     print(f"\n{found.evaluated} predictions in {seconds:.1f} s; the best as JSON:")
     print(json.dumps(config, indent=2))
+
+
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Refuse budgets that nothing would come of, and a mapping that could not be written in the end."""
+    if arguments.budgets is None and arguments.mapping is None:
+        return
+    for name, given, other in (("mapping", arguments.mapping, "budgets"), ("budgets", arguments.budgets, "mapping")):
+        if given is None:
+            raise ValueError(f"--{other} without --{name}: KV heads are placed by --budgets, and written to --mapping")
+    if not arguments.allow_lossy:
+        raise ValueError(f"--budgets {arguments.budgets}: compressed caches are not exact: only with --allow-lossy")
+    check_writable("--mapping", arguments.mapping)
+    others = {name: getattr(arguments, name) for name in ("budgets", "config", "json")}
+    for name, path in others.items():
+        if path is not None and Path(path).resolve() == Path(arguments.mapping).resolve():
+            raise ValueError(f"--mapping {path} is the file of --{name}: name another one")
+
+
+def _budgets(arguments: argparse.Namespace, model: ModelShape) -> BudgetProfile | None:
+    """The profile of --budgets, of this model and of the method that a plan compresses by."""
+    from megakv.fairkv.config import FairKVConfig
+    from megakv.fairkv.profile import load_budgets
+    from megakv.launcher.model_names import model_name
+
+    if arguments.budgets is None:
+        return None
+    budgets, planned = load_budgets(arguments.budgets, setting="--budgets"), FairKVConfig().method
+    try:
+        if model.latent is not None:
+            raise ValueError(
+                "the model caches latents, one head for all ranks: there are no heads to place; leave out --budgets"
+            )
+        budgets.check_model(model_name(arguments.model), len(model.layers), model.cached_heads)
+        if budgets.method not in (None, planned):
+            raise ValueError(f"is of method {budgets.method!r}, but a plan compresses by {planned!r}: measure it anew")
+    except ValueError as error:
+        raise ValueError(f"--budgets = {arguments.budgets!r}: {error}") from error
+    return budgets
+
+
+def _placed(best: Choice, path: str) -> str:
+    if best.mapping is not None:
+        return f"{best.heads}: {path}"
+    if best.mapping_gain is not None:
+        return "leave them alone: no mapping that fits is predicted to have faster steps than heads in runs"
+    return "placed only where caches are compressed, on several tensor-parallel ranks alone and on the accelerator"
 
 
 def _values(
@@ -109,8 +169,10 @@ def _values(
     config: dict[str, Any],
 ) -> dict[str, Any]:
     def choice_values(choice: Choice) -> dict[str, Any]:
-        return asdict(choice) | {
+        return asdict(replace(choice, mapping=None)) | {
             "name": str(choice),
+            "mapping": choice.mapping is not None,
+            "heads": choice.heads,
             "exact": choice.fit.exact,
             "memory_bytes": choice.memory.total,
             "sent_bytes": planner.sent_bytes(demand, choice),
@@ -143,7 +205,7 @@ def _show(
         print(
             f"{number:>2} {str(choice):<42} {choice.mesh.replicas:>8,} {choice.ttft_s:>7.3g} s "
             f"{choice.ttit_s * 1e3:>6.3g} ms {choice.prompt_tokens_per_s(demand):>13,.0f} "
-            f"{choice.memory.total / GB:>10.1f}"
+            f"{choice.memory.total / GB:>10.1f}" + (f"  {choice.heads}" if choice.heads else "")
         )
         if arguments.explain:
             print(f"   {_explained(choice, planner.sent_bytes(demand, choice))}")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +18,9 @@ from torch import Tensor
 
 from megakv.attention.compiled import load_kernel
 from megakv.attention.merge import merge_
-from megakv.attention.reference import dense_attention, difference
+from megakv.attention.prefill import load_prefill
+from megakv.attention.reference import Alibi, dense_attention, difference
+from megakv.attention.visibility import Visibility
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +33,13 @@ UPCAST_ELEMENTS = 256 << 10
 UPCAST_KEYS = 512
 # Up to this many query rows, the heads that share a KV head go into the kernel as rows of one head.
 PACKED_ROWS = 16
+# Up to this many rows of a KV head, reading keys takes longer than multiplying them (measured).
+READ_ROWS = 8
 
 Tile = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backend = Callable[..., tuple[Tensor, Tensor]]
 Result = tuple[Callable[[], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
 """A call, and what it has to return."""
-
-
-class Alibi(NamedTuple):
-    """Linear position bias ``slopes_H[h] * (k_positions_S[j] - q_slots_L[i])``, added to the scaled scores."""
-
-    slopes_H: Tensor
-    q_slots_L: Tensor
-    k_positions_S: Tensor
 
 
 def attend_block(
@@ -54,25 +49,39 @@ def attend_block(
     scale: float,
     *,
     causal: bool = False,
-    visible_LS: Tensor | None = None,
+    visible: Visibility | None = None,
     softcap: float | None = None,
     alibi: Alibi | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one block by the fastest backend that computes it."""
-    if softcap is not None or alibi is not None:
+    everything = not causal and visible is None
+    biased = softcap is not None or alibi is not None
+    if q_HLD.device.type == "cpu":
+        decode, _ = load_kernel()
+        prefill, _ = load_prefill()
+        reads = everything and not biased and (prefill is None or _reads(q_HLD, len(k_KSD)))
+        if reads and decode is not None and decode.computes(q_HLD, k_KSD, v_KSD):
+            return decode(q_HLD, k_KSD, v_KSD, scale)
+        if prefill is not None and prefill.computes(q_HLD, k_KSD, v_KSD, scale):
+            ranges = None if visible is None else visible.ranges()
+            return prefill(q_HLD, k_KSD, v_KSD, scale, causal=causal, ranges=ranges, softcap=softcap, alibi=alibi)
+    visible_LS = None if visible is None else visible.mask(q_HLD.device)
+    if biased:
         return math(q_HLD, k_KSD, v_KSD, scale, causal=causal, visible_LS=visible_LS, softcap=softcap, alibi=alibi)
-    if q_HLD.device.type == "cpu" and not causal and visible_LS is None:
-        kernel, _ = load_kernel()
-        if kernel is not None and kernel.computes(q_HLD, k_KSD, v_KSD):
-            return kernel(q_HLD, k_KSD, v_KSD, scale)
     backend = select(q_HLD, v_KSD.shape[-1], masked=visible_LS is not None)
     heads, rows, dim = q_HLD.shape
     kv_heads = k_KSD.shape[0]
-    if causal or visible_LS is not None or rows > PACKED_ROWS or heads == kv_heads:
+    if not everything or rows > PACKED_ROWS or heads == kv_heads:
         return backend(q_HLD, k_KSD, v_KSD, scale, causal=causal, visible_LS=visible_LS)
     # Decode: a kernel reads the keys once per query head; as rows of one head, the group reads them together.
     out, lse = backend(q_HLD.reshape(kv_heads, -1, dim), k_KSD, v_KSD, scale)
     return out.reshape(heads, rows, -1), lse.reshape(heads, rows)
+
+
+def _reads(q_HLD: Tensor, kv_heads: int) -> bool:
+    """Whether reading keys takes longer than multiplying them, or too few heads share out the threads but by keys."""
+    heads, rows, _ = q_HLD.shape
+    return rows == 1 or rows * heads <= READ_ROWS * kv_heads or kv_heads < torch.get_num_threads()
 
 
 def select(q_HLD: Tensor, value_dim: int, *, masked: bool) -> Backend:

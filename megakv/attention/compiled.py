@@ -1,4 +1,4 @@
-"""Attention of a few query rows on processors, in C++: compiled once for a machine, loaded by every process.
+"""Attention of a few query rows on processors, in C++.
 
 Decoding reads all keys and values for little computation: reading them is what a token costs. PyTorch's kernel wants
 16-bit ones turned into float32 in memory first, and is far from the speed of memory where query rows are few.
@@ -8,13 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import subprocess
-import tempfile
+from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
@@ -24,19 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megakv.attention.library import TYPES, load
 from megakv.attention.reference import dense_attention, difference
-from megakv.compat import extensions_folder
 
-SOURCE = Path(__file__).with_name("csrc") / "decode.cpp"
-HEADERS = SOURCE.with_name("vectors.h"), SOURCE.with_name("packed.h")
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
-VECTORS = {
-    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
-    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
-}
-"""Flags by what PyTorch found the processor capable of: a folder may be shared by machines that differ in that."""
-COMPILE_S = 120
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 TOLERANCE = 1e-5
 MAX_ROWS, MAX_HEADS = 32, 128
 """Query rows of a KV head, and query heads of one for one query, beyond which products are as fast (measured)."""
@@ -76,16 +61,27 @@ class Packing(NamedTuple):
 
 
 class RunTable(NamedTuple):
-    """Runs of several sequences, ``[n, 7]``, and the first one of each sequence, ``[B + 1]``."""
+    """Addresses of the runs of several sequences, ``[n, 7]``, and of the first one of each sequence, ``[B + 1]``."""
 
-    runs: NDArray[np.int64]
-    bounds: NDArray[np.int64]
+    runs: int
+    bounds: int
+    held: object
+    """What lies there."""
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[Run]]) -> RunTable:
         """A table of every sequence's runs."""
-        flat = [run for own in runs for run in own]
-        return cls(np.array(flat, dtype=np.int64), np.array([0, *accumulate(map(len, runs))], dtype=np.int64))
+        words = array("q", [word for own in runs for run in own for word in run])
+        rows = len(words)
+        words.extend((0, *accumulate(map(len, runs))))
+        address, _ = words.buffer_info()
+        return cls(address, address + rows * words.itemsize, words)
+
+    @classmethod
+    def of_each(cls, runs: NDArray[np.int64]) -> RunTable:
+        """A table of sequences that have one run each."""
+        bounds = np.arange(len(runs) + 1)
+        return cls(runs.ctypes.data, bounds.ctypes.data, (runs, bounds))
 
 
 class Decoding:
@@ -105,12 +101,11 @@ class Decoding:
         return self.out.select(2, 0).transpose(0, 1), self.lse.select(2, 0).t()
 
     def __call__(self) -> tuple[Tensor, Tensor]:
-        """``[B, H, L, Dv]`` and ``[B, H, L]``, with as many threads as PyTorch uses in this one; 0 and -inf for a
-        sequence without runs.
+        """``[B, H, L, Dv]`` and ``[B, H, L]``, or without the first dimension, as the queries; with as many threads as
+        PyTorch uses in this one. 0 and -inf for a sequence without runs.
         """
         if self._call(*self._before, torch.get_num_threads(), *self._behind):
-            sequences, heads = self.out.shape[:2]
-            raise MemoryError(f"no memory for partial results of {sequences} sequences with {heads} heads")
+            raise MemoryError(f"no memory for partial results of {list(self.lse.shape)} sequences, heads and rows")
         return self.out, self.lse
 
 
@@ -147,9 +142,7 @@ class DecodeKernel:
 
     def __call__(self, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, float32, of one sequence that it `computes`."""
-        table = RunTable.of([[Run.of(k_KSD, v_KSD)]])
-        out, lse = self.ready(q_HLD[None], table, k_KSD.shape[0], v_KSD.shape[2], scale)()
-        return out[0], lse[0]
+        return self.ready(q_HLD, RunTable.of([[Run.of(k_KSD, v_KSD)]]), k_KSD.shape[0], v_KSD.shape[2], scale)()
 
     def rows(
         self,
@@ -190,18 +183,18 @@ class DecodeKernel:
         scale: float,
         packing: Packing | None = None,
     ) -> Decoding:
-        """A call for the queries ``[B, H, L, D]`` of several sequences.
+        """A call for the queries ``[B, H, L, D]`` of several sequences, or ``[H, L, D]`` of one.
 
         Keys and values are in the queries' type, or packed, where the table says, and must stay there.
         """
-        sequences, heads, length, dim = q_BHLD.shape
+        *several, heads, length, dim = shape = q_BHLD.shape
+        sequences = several[0] if several else 1
         q = q_BHLD.to(torch.float32).contiguous()
-        out, lse = q.new_empty((sequences, heads, length, value_dim)), q.new_empty((sequences, heads, length))
+        out, lse = q.new_empty((*shape[:-1], value_dim)), q.new_empty(shape[:-1])
         words = None if packing is None else np.array(packing, dtype=np.int64)
         before = (
             TYPES[q_BHLD.dtype], None if words is None else words.ctypes.data, q.data_ptr(), sequences,
-            table.bounds.ctypes.data, table.runs.ctypes.data, kv_heads, heads // kv_heads * length, dim, value_dim,
-            scale,
+            table.bounds, table.runs, kv_heads, heads // kv_heads * length, dim, value_dim, scale,
         )  # fmt: skip
         return Decoding(self._call, before, out, lse, (q, table, words))
 
@@ -209,17 +202,7 @@ class DecodeKernel:
 @functools.cache
 def load_kernel() -> tuple[DecodeKernel | None, str]:
     """The kernel, or None and why there is none; compiled, within seconds, if this machine does not have it yet."""
-    from torch.utils.cpp_extension import get_cxx_compiler
-
-    folder = extensions_folder() / "megakv"
-    capability = torch.backends.cpu.get_cpu_capability()
-    flags = next((flags for name, flags in VECTORS.items() if capability.startswith(name)), ())
-    try:
-        kernel = DecodeKernel(_compiled(folder, get_cxx_compiler(), (*FLAGS, *flags)))
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, str(error)
-    problem = _problem(kernel)
-    return (None, problem) if problem else (kernel, "")
+    return load("decode", DecodeKernel, _problem)
 
 
 def _problem(kernel: DecodeKernel) -> str:
@@ -247,28 +230,3 @@ def _problem(kernel: DecodeKernel) -> str:
         if found:
             return f"compiled, {found} for rows in {bits} bits"
     return ""
-
-
-def _compiled(folder: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """The library for these flags, from the folder if it is there."""
-    text = b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
-    identity = hashlib.sha256(repr((flags, platform.machine())).encode() + text).hexdigest()
-    path = folder / f"decode-{identity[:16]}.so"
-    if path.exists():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    # Several processes may compile at once: none waits for another, and none loads what is half written.
-    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
-    os.close(handle)
-    try:
-        done = subprocess.run(
-            [compiler, *flags, str(SOURCE), "-o", name], capture_output=True, text=True, timeout=COMPILE_S, check=False
-        )
-        if done.returncode:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
-            raise OSError(f"{compiler} cannot compile {SOURCE}: {lines[0]}")
-        os.replace(name, path)
-    finally:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-    return path

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -68,7 +67,7 @@ class Store(Protocol):
     ) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class AttentionCall:
     """One layer's attention over all context-parallel ranks.
 
@@ -98,6 +97,7 @@ class AttentionCall:
     """Whether some of what was cached before was compressed, on whichever rank: that does not travel."""
     narrowed: bool = False
     """Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for."""
+    _parts: list[Part] | None = field(default=None, init=False)
 
     @property
     def rank(self) -> int:
@@ -131,22 +131,24 @@ class AttentionCall:
         window = self.scoring.window
         return None if window is None else self.layout.first_slots - window + 1
 
-    @cached_property
+    @property
     def parts(self) -> list[Part]:
         """This rank's keys and values of all sequences that have any, looked at when they are first asked for.
 
         Of dense ones, those of `held`.
         """
+        if self._parts is not None:
+            return self._parts
         found: list[Part] = []
         seen = self.first_seen
         for sequence in range(self.table.batch):
-            slots = self.table.slots(self.rank, sequence)
+            slots, positions = self.table.coordinates(self.rank, sequence)
             if len(slots):
-                parts = self.store.parts(sequence, slots, self.table.positions(self.rank, sequence))
+                parts = self.store.parts(sequence, slots, positions)
                 found += parts if seen is None else _within(parts, int(seen[sequence]))
+        self._parts = found
         return found
 
-    @cached_property
     def packed(self) -> PackedRows | None:
         """All of them where they lie in one buffer; None where they do not."""
         buffer = self.store.packed()
@@ -214,7 +216,7 @@ def attend_here(
     `parts`, all of the call's if None, are looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
-    packed = call.packed if tokens.single and parts is None else None
+    packed = call.packed() if tokens.single and parts is None else None
     if parts is None and packed is None:
         parts = call.parts
     together = None

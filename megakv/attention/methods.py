@@ -9,7 +9,7 @@ from megakv.attention.all_gather import AllGatherKV
 from megakv.attention.method import AttentionMethod
 from megakv.attention.pass_kv import PassKV
 from megakv.attention.pass_q import PassQ
-from megakv.attention.replicated import Local, Replicated
+from megakv.attention.replicated import Local, Replicated, Sliced
 from megakv.attention.runahead import Runahead
 from megakv.attention.tsp import TSP
 
@@ -27,6 +27,10 @@ class MethodEntry:
     """Whether its ranks compute consecutive tokens, instead of balanced chunks."""
     keys_stay: bool = False
     """Whether no cached key and value leaves its rank."""
+    replicated: bool = False
+    """Whether every rank has the queries of all new tokens."""
+    slices_linears: bool = False
+    """Whether each rank computes its slice of the model's linears, for all of them."""
     narrows: bool = False
     """Whether in a last layer that few queries are wanted of these may travel, instead of all keys and values."""
 
@@ -35,7 +39,8 @@ METHODS = {
     "pass_kv": MethodEntry(PassKV, prefill=True, narrows=True),
     "pass_q": MethodEntry(PassQ, prefill=True, decode=True, keys_stay=True, narrows=True),
     "all_gather": MethodEntry(AllGatherKV, prefill=True),
-    "replicated": MethodEntry(Replicated, decode=True, keys_stay=True),
+    "replicated": MethodEntry(Replicated, decode=True, keys_stay=True, replicated=True),
+    "tensor": MethodEntry(Sliced, decode=True, keys_stay=True, replicated=True, slices_linears=True),
     "local": MethodEntry(Local, keys_stay=True),
     "runahead": MethodEntry(Runahead, prefill=True, contiguous=True, narrows=True),
     "tsp": MethodEntry(TSP, prefill=True, contiguous=True),

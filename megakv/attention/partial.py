@@ -8,18 +8,17 @@ slots, never from the order in which parts arrive.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.backends import Alibi, attend_block
+from megakv.attention.backends import attend_block
 from megakv.attention.latent import EXPANDED_ROWS
 from megakv.attention.merge import merge_
-from megakv.attention.reference import Scoring
-from megakv.attention.visibility import Block, Slots, plan_blocks, visible_pairs
+from megakv.attention.reference import Alibi, Scoring
+from megakv.attention.visibility import Block, Slots, Visibility, plan_blocks
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 
@@ -90,8 +89,7 @@ class PartialAttention:
         device = self.q_HLD.device
         visible = None
         if kind == "masked":
-            rows, keys = upload(self.q_slots[q0:q1], device), upload(k_slots[k0:k1], device)
-            visible = visible_pairs(rows, keys, self.scoring.window)
+            visible = Visibility(self.q_slots[q0:q1], k_slots[k0:k1], self.scoring.window)
         alibi = None
         if self.scoring.alibi_slopes is not None:
             q_slots, positions = upload(self.q_slots[q0:q1], device), upload(k_positions[k0:k1], device)
@@ -102,7 +100,7 @@ class PartialAttention:
             v_KSD[:, k0:k1],
             self.scoring.scale,
             causal=kind == "causal",
-            visible_LS=visible,
+            visible=visible,
             softcap=self.scoring.softcap,
             alibi=alibi,
         )
@@ -147,8 +145,7 @@ class Part(Protocol):
         """Attend to them and merge the result."""
 
 
-@dataclass(frozen=True)
-class KVPart:
+class KVPart(NamedTuple):
     """Keys and values of one sequence on one rank, with the coordinates that causality is decided from.
 
     ``[K, S, D]`` keys, ``[K, S, Dv]`` values and ``[S]`` slots, which ascend, and positions.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,14 @@ class Scoring:
         """For queries that `LatentHeads.absorb` has made."""
         assert self.latent is not None
         return replace(self, latent=None, value_columns=self.latent.rank)
+
+
+class Alibi(NamedTuple):
+    """Linear position bias ``slopes_H[h] * (k_positions_S[j] - q_slots_L[i])``, added to the scaled scores."""
+
+    slopes_H: Tensor
+    q_slots_L: Tensor
+    k_positions_S: Tensor
 
 
 def dense_attention(

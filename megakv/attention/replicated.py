@@ -26,6 +26,10 @@ class Replicated:
         return merge_parts(gathered[..., :-1], gathered[..., -1])
 
 
+class Sliced(Replicated):
+    """As `replicated`, and each rank computes its slice of every linear, as tensor parallelism does."""
+
+
 class Local:
     """Each rank attends to its own keys and values, without communication: all tokens of a pass lie on one rank."""
 

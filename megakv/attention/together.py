@@ -99,7 +99,8 @@ def _on_processor(
 def _computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
     """Whether the compiled kernel takes one query row of each sequence over such keys and values."""
     kernel, _ = load_kernel()
-    return kernel is not None and kernel.few(len(q_HLD) // len(k_KSD), 1) and kernel.reads(q_HLD, k_KSD, v_KSD)
+    group = q_HLD.shape[0] // k_KSD.shape[0]
+    return kernel is not None and kernel.few(group, 1) and kernel.reads(q_HLD, k_KSD, v_KSD)
 
 
 def _decode(
@@ -107,7 +108,10 @@ def _decode(
 ) -> tuple[Tensor, Tensor]:
     kernel, _ = load_kernel()
     assert kernel is not None
-    call = kernel.ready(q_HLD.transpose(0, 1).unsqueeze(2), RunTable.of(runs), kv_heads, value_dim, scale)
+    table = RunTable.of(runs)
+    if len(runs) == 1:
+        return kernel.ready(q_HLD, table, kv_heads, value_dim, scale)()
+    call = kernel.ready(q_HLD.transpose(0, 1).unsqueeze(2), table, kv_heads, value_dim, scale)
     call()
     return call.by_head()
 
@@ -165,14 +169,15 @@ def attend_runs(
     for part in parts:
         if not isinstance(part, KVPart):
             return None
-        keys, values = part.k_KSD, scoring.values(part.k_KSD, part.v_KSD)
+        sequence, keys, values, slots, _ = part
+        values = scoring.values(keys, values)
         if not _computes(q_HLD, keys, values):
             return None
-        row = rows.get(part.sequence)
-        if row is None or not len(part.slots):
+        row = rows.get(sequence)
+        if row is None or not len(slots):
             continue
-        if not sees_all(tokens.slot[row], part.slots, 0, len(part.slots), scoring.window):
+        if not sees_all(tokens.slot[row], slots, 0, len(slots), scoring.window):
             return None
         runs[row].append(Run.of(keys, values))
-        kv_heads, value_dim = len(keys), values.shape[2]
+        kv_heads, _, value_dim = values.shape
     return _decode(q_HLD, runs, kv_heads, value_dim, scoring.scale) if kv_heads else None

@@ -9,12 +9,16 @@ blocks with an explicit mask.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
+
+from megakv.device import upload
 
 Slots = npt.NDArray[np.int64]
 AnySlots = TypeVar("AnySlots", npt.NDArray[Any], Tensor)
@@ -64,6 +68,26 @@ def visible_pairs(q_slots: AnySlots, k_slots: AnySlots, window: int | None = Non
     if window is not None:
         visible &= k_slots[None, :] > q_slots[:, None] - window
     return visible
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Which keys the rows of a block see, by the slots of both, which ascend: for kernels in one form or the other."""
+
+    q_slots: Slots
+    k_slots: Slots
+    window: int | None
+
+    def mask(self, device: torch.device) -> Tensor:
+        """See `visible_pairs`."""
+        return visible_pairs(upload(self.q_slots, device), upload(self.k_slots, device), self.window)
+
+    def ranges(self) -> tuple[Slots, Slots]:
+        """``[L]`` each: a row sees the keys from the first one on, to before the second one."""
+        high = np.searchsorted(self.k_slots, self.q_slots, side="right")
+        if self.window is None:
+            return np.zeros_like(high), high
+        return np.searchsorted(self.k_slots, self.q_slots - self.window, side="right"), high
 
 
 def plan_blocks(q_slots: Slots, k_slots: Slots, window: int | None = None) -> list[Block]:

@@ -139,8 +139,10 @@ class ShardedCache(Cache):
         """Put that in the place of what was noted before; it holds when the pass has succeeded."""
         self._new_notes[layer] = dict(notes)
 
-    def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
-        """End a pass, after which the cache spans so many slots.
+    def commit(
+        self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None, proposed: int = 0
+    ) -> None:
+        """End a pass, after which the cache spans so many slots, of which the last `proposed` may be taken back.
 
         In `compressed` sequences a turn that ended with it was compressed; `first` is that turn's first slot, the
         pass's own if None. Where a turn goes on that may be compressed, `compressed` is empty, `first` is not None.
@@ -153,7 +155,7 @@ class ShardedCache(Cache):
         self._new_notes.clear()
         # What comes of a turn may be compressed together with what came.
         for layer in range(len(self._stores)):
-            self._leave_behind(layer, slots if compressed or first is None else first)
+            self._leave_behind(layer, slots - proposed if compressed or first is None else first)
 
     def attended(self, layer: int, slots: int) -> None:
         """A layer has attended in a pass that ends at a slot, of which nothing is to be compressed.
@@ -265,6 +267,9 @@ class ShardedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         # transformers before 5.18 passes the final length, later ones a negative number of tokens to remove.
         slots = self.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
+        if slots >= self.length:
+            # As after candidates that were all right: what is on its way for the next step is of use.
+            return
         if 0 < slots < self.reach:
             raise MegaKVError(
                 f"the cache cannot be cut back to {slots} tokens: sliding windows see earlier ones, which were freed, "

@@ -16,7 +16,7 @@ from megakv.cache.store import KVStore, Move, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import AttendedBody, RaggedPart
-from megakv.fairkv.pages import Body, RaggedBody
+from megakv.fairkv.ragged_body import Body, RaggedBody
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:

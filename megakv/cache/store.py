@@ -94,8 +94,9 @@ class KVStore(ABC):
         if self.rows(sequence) == self.gone(sequence):
             return
         keys, values = self.part(sequence)
-        here = slice(len(slots) - keys.shape[1], None)
-        yield KVPart(sequence, keys, values, slots[here], positions[here])
+        if absent := len(slots) - keys.shape[1]:
+            slots, positions = slots[absent:], positions[absent:]
+        yield KVPart(sequence, keys, values, slots, positions)
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         """A buffer's keys ``[K, R, D]`` and values ``[K, R, Dv]``, each sequence's first row in it, and its rows.

@@ -12,6 +12,7 @@ from megakv.costmodel.offload_time import recomputes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.schedule import Objective
 from megakv.costmodel.shape import ModelShape
+from megakv.fairkv.mapping import HeadMapping
 from megakv.runahead.partition import Partition
 from megakv.weights.placement.heads import contiguous_head_map
 
@@ -109,6 +110,15 @@ class Choice:
     terms: dict[str, float] = field(default_factory=dict)  # What the time to first token goes to.
     partition: Partition | None = None  # Of ``runahead``.
     chunk_tokens: int = 0  # Of ``runahead``.
+    mapping: HeadMapping | None = None  # Of KV heads on ranks; None: heads in runs of neighbours.
+    mapping_gain: float | None = None  # How much faster a token is by the best mapping; None where none was looked for.
+
+    @property
+    def heads(self) -> str | None:
+        """How they are placed, where a mapping was looked for."""
+        if self.mapping_gain is None:
+            return None
+        return "contiguous" if self.mapping is None else f"mapped, {self.mapping_gain:.3f} x as fast"
 
     def prompt_tokens_per_s(self, demand: Demand) -> float:
         """Of all replicas together, as `new_tokens_per_s`."""
@@ -154,9 +164,16 @@ def meshes(model: ModelShape, demand: Demand) -> Iterator[Mesh]:
 
 
 def choice_config(
-    choice: Choice, machine: Hardware, model: ModelShape, objective: Objective = "latency"
+    choice: Choice,
+    machine: Hardware,
+    model: ModelShape,
+    objective: Objective = "latency",
+    mapping: str | None = None,
 ) -> dict[str, Any]:
-    """The JSON of a run that makes a choice for an objective, as `megakv.config.load_config` takes it."""
+    """The JSON of a run that makes a choice for an objective, as `megakv.config.load_config` takes it.
+
+    mapping: the file that the mapping of a choice which has one is saved to.
+    """
     parallel: dict[str, Any] = {"size": choice.mesh.cp_size}
     section: dict[str, Any] = {"context_parallel": parallel}
     if choice.mesh.cp_size > 1:
@@ -169,6 +186,8 @@ def choice_config(
         section["feed_forward"] = "fp8"
     if choice.fit.kept_share < 1:
         section["fairkv"] = {"budget": choice.fit.kept_share}
+        if choice.mapping is not None:
+            section["fairkv"]["mapping"] = mapping
     if choice.fit.offload:
         # Whether some tokens may be recomputed from activations, or attended to by the host.
         divided = recomputes(model, tp_size=choice.mesh.tp_size) or machine.spec.host_memory_bandwidth is not None

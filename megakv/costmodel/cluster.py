@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.chain import Chain
@@ -20,6 +21,8 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.errors import MegaKVError
+from megakv.fairkv.planned_heads import fullest_share, place_heads
+from megakv.fairkv.profile import BudgetProfile
 from megakv.offload.methods import AUTO
 
 MESSAGES = 128
@@ -43,10 +46,23 @@ class Plan:
 
 
 class ClusterPlanner:
-    """Plans for one model on one kind of machine; `progress` is told how many of how many meshes are done."""
+    """Plans for one model on one kind of machine.
 
-    def __init__(self, hardware: Hardware, model: ModelShape, *, progress: Callable[[int, int], object] | None = None):
-        self._fitting = Fitting(hardware.spec, model)
+    budgets: what KV heads keep where caches are compressed; None: all the same.
+    progress: is told how many of how many meshes are done.
+    """
+
+    def __init__(
+        self,
+        hardware: Hardware,
+        model: ModelShape,
+        *,
+        budgets: BudgetProfile | None = None,
+        progress: Callable[[int, int], object] | None = None,
+    ):
+        fullest = None if budgets is None else partial(fullest_share, budgets)
+        self._fitting = Fitting(hardware.spec, model, fullest)
+        self._budgets = budgets
         self._hardware = hardware
         self._model = model
         self._progress = progress
@@ -116,7 +132,7 @@ class ClusterPlanner:
         choices = []
         for method in ("pass_kv", "pass_q") if mesh.cp_size > 1 else ("single",):
             choice = Choice(mesh, fit, method, decode, memory, times.seconds(method), ttit_s, times.terms(method))
-            choices.append(self._moved(demand, choice, profile))
+            choices.append(self._placed(demand, self._moved(demand, choice, profile), profile))
         return choices
 
     def _not_worth_trying(self, demand: Demand, bound: Choice, best: Choice, tried: int) -> str | None:
@@ -174,9 +190,17 @@ class ClusterPlanner:
                 ).seconds
             return ttit_seconds(profile, model, workload, method, tp_size=mesh.tp_size)
 
-        times = {method: seconds(method) for method in decode_methods(mesh.cp_size)}
+        methods = decode_methods(mesh.cp_size, weights_here=not fit.weights)
+        times = {method: seconds(method) for method in methods}
         best = min(times, key=lambda method: times[method])
         return best, times[best]
+
+    def _placed(self, demand: Demand, choice: Choice, profile: HardwareProfile) -> Choice:
+        """With KV heads that keep what the profile of budgets says, where that is what decoding goes by."""
+        fit, latent = choice.fit, self._model.latent is not None
+        if self._budgets is None or fit.kept_share == 1 or fit.offload or choice.mesh.cp_size > 1 or latent:
+            return choice
+        return place_heads(choice, demand, self._budgets, profile, self._fitting.shape(fit), self.room)
 
     def _moved(self, demand: Demand, choice: Choice, profile: HardwareProfile) -> Choice:
         """With the time that offloading takes at least: all cross the link, some go to disk as fast as it reads."""

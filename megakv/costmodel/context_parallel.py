@@ -128,7 +128,8 @@ def sent_bytes(
 ) -> dict[str, int]:
     """Bytes that a rank sends for one layer, by operation, exactly.
 
-    method: ``pass_kv``, ``pass_q``, ``all_gather``, ``replicated``, ``runahead``, ``tsp`` or ``tsp_causal``.
+    method: ``pass_kv``, ``pass_q``, ``all_gather``, ``replicated``, ``runahead``, ``tsp`` or ``tsp_causal``;
+        ``tensor`` attends as ``replicated`` does, and what its linears exchange is not counted.
     new, kept: per rank, the tokens whose queries it computes, and those whose keys and values it holds after the pass.
     cached: per rank, what it held before the pass, where that matters: ``runahead``. None: nothing.
     wanted: per rank, the tokens that results are asked for, for a last layer that leaves out the others: then they
@@ -219,7 +220,7 @@ def pass_bytes(
     size, sequences = workload.size, len(workload.new)
     held = balanced_tokens(workload.cached, size)
     stored = _new_tokens(workload, partitions)
-    new = [workload.total_new] * size if method == "replicated" else stored
+    new = [workload.total_new] * size if method in ("replicated", "tensor") else stored
     kept = [fresh + old for fresh, old in zip(stored, held, strict=True)]
     # A prompt's last layer is asked for one token of each sequence: in a ring rank 0 has the last chunk.
     prompt = max(workload.new) >= 2 * size

@@ -48,10 +48,20 @@ class TokenTimes:
     """Seconds of one rank outside attention, sums over tensor-parallel ranks included, in a pass over a prompt.
 
     shared_memory: whether they sum by DeepSpeed's shared-memory operation.
+    head_ranks: ranks that the output head is cut over, which MegaKV leaves whole.
     """
 
-    def __init__(self, profile: HardwareProfile, model: ModelShape, *, tp_size: int = 1, shared_memory: bool = False):
+    def __init__(
+        self,
+        profile: HardwareProfile,
+        model: ModelShape,
+        *,
+        tp_size: int = 1,
+        shared_memory: bool = False,
+        head_ranks: int = 1,
+    ):
         self._profile = profile
+        self._head_ranks = head_ranks
         self._model = model
         self._tp_size = tp_size
         self._shared_memory = shared_memory
@@ -82,11 +92,7 @@ class TokenTimes:
         shape, model = self._model.layers[layer], self._model
         asked = self._rows(layer, tokens, wanted)
         rows = tokens if shape.experts else asked
-        other = max(0, shape.dense - self._inputs - self._outputs)
-        rest = replace(shape, dense=other, fp8=min(shape.fp8, other))
-        seconds = self._matrices(self._outputs, asked)
-        if rest.dense or rest.experts:
-            seconds += dense_seconds(self._profile, rest, rows, tp_size=self._tp_size)
+        seconds = self._matrices(self._outputs, asked) + self.feed_forward(layer, rows)
         gate = model.intermediate * shape.active_experts / self._tp_size
         gates = self._counts.gated if model.feed_forward_tensors == 3 else self._counts.plain
         between = rows if model.fused else tokens
@@ -99,6 +105,19 @@ class TokenTimes:
             outputs += (model.feed_forward_tensors - 1) * gate + model.hidden
         seconds += self._filled(layer, tokens, wanted, outputs) + self.sums(layer, tokens, wanted=wanted)
         return seconds + self._pages(tokens, model.hidden) + self._pages(between, model.hidden + gates * gate)
+
+    def feed_forward(self, layer: int, tokens: float) -> float:
+        """Its matrices, or experts, alone."""
+        shape = self._model.layers[layer]
+        other = max(0, shape.dense - self._inputs - self._outputs)
+        rest = replace(shape, dense=other, fp8=min(shape.fp8, other))
+        some = rest.dense or rest.experts
+        return dense_seconds(self._profile, rest, tokens, tp_size=self._tp_size) if some else 0.0
+
+    def projections(self, tokens: float) -> tuple[float, float, float]:
+        """Seconds of the matrices before and behind attention, and the outputs of the first, per token."""
+        width = (self._query_width + self._kv_width) / self._tp_size
+        return self._matrices(self._inputs, tokens), self._matrices(self._outputs, tokens), width
 
     def sums(self, layer: int, tokens: float, *, wanted: float | None = None) -> float:
         """What of `after` is sums over tensor-parallel ranks."""
@@ -123,8 +142,9 @@ class TokenTimes:
         return lag * self.head(sequences) + self.end(sequences, shared=shared) + self.step_s
 
     def head(self, sequences: int) -> float:
+        """The output head, or a rank's part of it."""
         model = self._model
-        return model.vocab * model.hidden / self._tp_size * self._profile.matmul.at(sequences)
+        return model.vocab * model.hidden / self._head_ranks * self._profile.matmul.at(sequences)
 
     def end(self, sequences: int, *, shared: int = 0) -> float:
         """The logits, what a pass takes beside its layers, and how often one rank's results are told to all."""

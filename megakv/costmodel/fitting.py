@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -22,10 +22,13 @@ GB = 1e9
 
 
 class Fitting:
-    """Memory of one model on one kind of machine."""
+    """Memory of one model on one kind of machine.
 
-    def __init__(self, spec: MachineSpec, model: ModelShape):
-        self._spec, self._model = spec, model
+    fullest: by tensor-parallel ranks, what compression keeps on the fullest of them over their mean; None: as much.
+    """
+
+    def __init__(self, spec: MachineSpec, model: ModelShape, fullest: Callable[[int], float] | None = None):
+        self._spec, self._model, self._fullest = spec, model, fullest
         self.room = int(spec.memory_bytes * (1 - RESERVE))
 
     def host_room(self, gpus: int) -> int | None:
@@ -52,7 +55,8 @@ class Fitting:
             groups=fit.groups,
         )
         if not fit.offload:
-            return memory
+            more = 1.0 if fit.kept_share == 1 or self._fullest is None else self._fullest(mesh.tp_size)
+            return replace(memory, cache=round(memory.cache * more))
         room = self.host_room(demand.gpus)
         # Without an accelerator there is no room in memory: what it works with and what it offloads are in the same.
         if room is None or self._spec.disk_bandwidth is None or self._spec.accelerator == "cpu":
@@ -62,15 +66,19 @@ class Fitting:
         return replace(memory, host=min(memory.host, room), disk=max(0, memory.host - room))
 
     def candidates(self, demand: Demand) -> tuple[list[tuple[Mesh, Fit, RankMemory]], list[Rejection]]:
-        """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps."""
+        """Meshes with the ways to fit that are worth predicting: nothing is compressed where anything else helps.
+
+        Where it is known what heads keep, compression comes before offloading.
+        """
         fp8 = [Fit(fp8=True)] if self._spec.fp8_flops is not None else []
-        found, rejected = self._those(demand, [Fit(), *fp8, Fit(offload=True)])
+        budgets = [Fit(kept_share=share) for share in BUDGETS]
+        early = [] if self._fullest is None else budgets
+        found, rejected = self._those(demand, [Fit(), *fp8, *early, Fit(offload=True)])
         if not found or demand.objective == "throughput":
             columns, more = self._columns(demand, {mesh for mesh, _, _ in found})
             found, rejected = found + columns, rejected + more
         if found:
             return found, rejected
-        budgets = [Fit(kept_share=share) for share in BUDGETS]
         found, more = self._those(demand, [*budgets, *(replace(fit, fp8=True) for fit in budgets for _ in fp8)])
         if not found:
             rejected += more

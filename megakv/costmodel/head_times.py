@@ -105,8 +105,6 @@ class HeadTimes:
         self._calls = batch if calls is None else calls
         self._call = ragged_call(profile, model.attention())
         self._dense = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
-        # Every rank computes the whole output head.
-        self._whole = TokenTimes(profile, model)
         self._lag = profile.lag if tp_size > 1 else 0.0
         self._costs = {index: self._layer_costs(index) for index, _ in model.layer_kinds}
 
@@ -152,7 +150,7 @@ class HeadTimes:
     def beside_s(self) -> float:
         """A step beside its layers, whose end all ranks hear of from the first one."""
         shared = 1 if self.tp_size > 1 else 0
-        return self._whole.beside(self.batch, lag=self._lag, shared=shared)
+        return self._dense.beside(self.batch, lag=self._lag, shared=shared)
 
     def step_seconds(self, placed: Sequence[PlacedHeads], kept: Sequence[Sequence[float]]) -> float:
         """TTIT, of all layers ``placed[layer]`` whose heads keep ``kept[layer][head]`` tokens of a sequence.

@@ -74,7 +74,7 @@ def best_rate(
                 profile, link, model, step, method,
                 tp_size=tp_size, plan=plan, weights=weights, groups=groups, sharers=sharers,
             ).seconds
-            for method in decode_methods(cp_size)
+            for method in decode_methods(cp_size, weights_here=not weights)
         )  # fmt: skip
         found.append(BatchRate(batch, groups, batch / seconds))
         batch *= 2

@@ -98,7 +98,7 @@ class VirtualRun:
         options["sharers"] = min(ranks, profile.devices_per_host or 1)
         found = (
             offloaded_step(profile, profile.host_link, model, workload, method, **options)
-            for method in decode_methods(self.cp_size)
+            for method in decode_methods(self.cp_size, weights_here=not weights_too)
         )
         step = min(found, key=lambda step: step.seconds)
         row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.input_bytes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
+from megakv.distributed.direct import MESSAGE_BYTES, cores_suffice, exchange
 from megakv.distributed.failures import Failures, broke
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
@@ -61,6 +62,7 @@ class Communicator:
             mesh.end()
             raise
         self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s, mesh.sever, channel)
+        self._spins = cores_suffice(self.watch.neighbours)
 
     @property
     def failures(self) -> Failures:
@@ -212,16 +214,54 @@ class Communicator:
 
         They come in `receive`, contiguous and as large, where it is given.
         """
-        size = self.mesh.cp_size
-        gathered = tensor.new_empty((size, *tensor.shape)) if receive is None else receive
-        if size == 1:
+        return self.all_gather(tensor, "cp", operation=operation, layer=layer, receive=receive)
+
+    def all_gather(
+        self, tensor: Tensor, over: Over, *, operation: str, layer: int | None, receive: Tensor | None = None
+    ) -> Tensor:
+        """The same of the ranks of any group."""
+        ranks, own = self._members(over)[1], self.mesh.rank
+        gathered = tensor.new_empty((len(ranks), *tensor.shape)) if receive is None else receive
+        if len(ranks) == 1:
             return gathered.copy_(tensor[None])
 
         def gather(group: dist.ProcessGroup) -> None:
-            all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
+            if not self._direct(tensor):
+                all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
+                return
+            whole, others = tensor.contiguous(), [(index, rank) for index, rank in enumerate(ranks) if rank != own]
+            gathered[ranks.index(own)] = whole
+            self._exchange({rank: whole for _, rank in others}, {rank: gathered[index] for index, rank in others})
 
-        self._collective(gather, "cp", operation, layer, tensor.nbytes * (size - 1))
+        self._collective(gather, over, operation, layer, tensor.nbytes * (len(ranks) - 1))
         return gathered
+
+    def _direct(self, tensor: Tensor) -> bool:
+        """Whether a message is small enough for the ranks' own connections, if they have any: on all ranks alike."""
+        return bool(self.mesh.links) and tensor.device.type == "cpu" and tensor.nbytes <= MESSAGE_BYTES
+
+    def _exchange(self, send: Mapping[int, Tensor], receive: Mapping[int, Tensor]) -> None:
+        exchange(self.mesh.links, send, receive, timeout_s=self.mesh.timeout_s, spins=self._spins)
+
+    def sum_in_order(self, tensor: Tensor, over: Over, *, operation: str, layer: int | None) -> Tensor:
+        """The sum over the ranks of a group, the same bits on all of them, computed in float32 at least.
+
+        For small tensors, which are gathered: that takes one message of each to each, in place of two behind another.
+        """
+        wide = torch.promote_types(tensor.dtype, torch.float32)
+        if not self._direct(tensor):
+            return self.all_reduce(tensor.to(wide), over, operation=operation, layer=layer).to(tensor.dtype)
+        ranks, own, whole = self._members(over)[1], self.mesh.rank, tensor.contiguous()
+        parts = {rank: whole if rank == own else torch.empty_like(whole) for rank in ranks}
+        received = {rank: part for rank, part in parts.items() if rank != own}
+        sent = tensor.nbytes * len(received)
+        send = dict.fromkeys(received, whole)
+        self._collective(lambda _: self._exchange(send, received), over, operation, layer, sent)
+        first, *others = parts.values()
+        total = first.to(wide)
+        for part in others:
+            total = total + part
+        return total.to(tensor.dtype)
 
     def cp_all_to_all(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
@@ -259,8 +299,18 @@ class Communicator:
         self, tensor: Tensor, source: int, over: Over = "world", *, operation: str, layer: int | None = None
     ) -> Tensor:
         """Overwrite `tensor` on every rank of a group with that of world rank `source`."""
-        sent = tensor.nbytes * (len(self._members(over)[1]) - 1) if self.mesh.rank == source else 0
-        self._collective(lambda group: dist.broadcast(tensor, source, group=group), over, operation, layer, sent)
+        ranks, own = self._members(over)[1], self.mesh.rank
+        sent = tensor.nbytes * (len(ranks) - 1) if own == source else 0
+
+        def tell(group: dist.ProcessGroup) -> None:
+            if not self._direct(tensor):
+                dist.broadcast(tensor, source, group=group)
+            elif own == source:
+                self._exchange({rank: tensor for rank in ranks if rank != own}, {})
+            else:
+                self._exchange({}, {source: tensor})
+
+        self._collective(tell, over, operation, layer, sent)
         return tensor
 
     # Small objects, among all ranks

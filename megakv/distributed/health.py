@@ -109,16 +109,16 @@ def connect(
     """
     if world_size == 1:
         return HealthChannel(rank, {})
-    listener = _listen(world_size) if rank == 0 else None
+    listener = listen(world_size) if rank == 0 else None
     offer = None if listener is None else (listener.getsockname()[1], secrets.token_hex(16), socket.gethostname())
     port, token, name = gather(offer)[0]
-    link = None if rank == 0 else _reach([*hosts, name], port, f"{token} {rank}\n".encode())
+    link = None if rank == 0 else reach([*hosts, name], port, f"{token} {rank}\n".encode())
     reached = [other for other, success in enumerate(gather(link is not None)) if success]
     deaf = len(reached) < world_size - 1
     if listener is None:
         return HealthChannel(rank, {} if link is None else {0: link}, deaf=deaf)
     with listener:
-        links = _accept(listener, token, len(reached))
+        links = accept_links(listener, token, len(reached))
     if missing := sorted(set(range(1, world_size)) - links.keys()):
         logger.warning(
             "no connection from rank %s to port %d of this host: that one of them is lost is noticed by what waits "
@@ -129,14 +129,16 @@ def connect(
     return HealthChannel(rank, links, deaf=deaf)
 
 
-def _listen(world_size: int) -> socket.socket:
+def listen(world_size: int) -> socket.socket:
+    """A port of all of this host's addresses."""
     if socket.has_dualstack_ipv6():
         with suppress(OSError):
             return socket.create_server(("", 0), family=socket.AF_INET6, backlog=world_size, dualstack_ipv6=True)
     return socket.create_server(("", 0), backlog=world_size)
 
 
-def _reach(hosts: Iterable[str], port: int, greeting: bytes) -> socket.socket | None:
+def reach(hosts: Iterable[str], port: int, greeting: bytes) -> socket.socket | None:
+    """A connection to the first of some hosts that takes one, by which it has been greeted."""
     for host in dict.fromkeys(hosts):
         with suppress(OSError):
             link = socket.create_connection((host, port), timeout=CONNECT_SECONDS)
@@ -145,7 +147,7 @@ def _reach(hosts: Iterable[str], port: int, greeting: bytes) -> socket.socket | 
     return None
 
 
-def _accept(listener: socket.socket, token: str, expected: int) -> dict[int, socket.socket]:
+def accept_links(listener: socket.socket, token: str, expected: int) -> dict[int, socket.socket]:
     """The links of so many ranks, which have all connected; whoever does not know the token is none."""
     links: dict[int, socket.socket] = {}
     listener.settimeout(CONNECT_SECONDS)

@@ -41,6 +41,8 @@ def balanced(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout
 
     Every sequence is balanced by itself; `held` are the ``[N, B]`` tokens that each rank holds already.
     """
+    if size == 1:
+        return Layout((new,), (new,))
     held = np.zeros((size, new.batch), dtype=np.int64) if held is None else held
     owner = np.empty(len(new), dtype=np.int64)
     for sequence in range(new.batch):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -46,7 +45,7 @@ class Ledger:
     """Whether the pass under way computes single tokens."""
     computed: defaultdict[tuple[str, int | None, bool], float] = field(default_factory=lambda: defaultdict(float))
     """Seconds of computation by name, layer and `decoding`."""
-    methods: dict[str, Counter[str]] = field(default_factory=dict)
+    methods: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """By stage, how many layers each attention method served."""
     _dense_since: Any = None
     # Moments that are not known to have passed, with what then is to be counted.
@@ -79,6 +78,9 @@ class Ledger:
             self._coming.popleft()[1]()
 
     def _when_passed(self, mark: Any, count: Callable[[], None]) -> None:
+        if not self._coming and self.clock.passed(mark):
+            count()
+            return
         self._coming.append((mark, count))
         self.read()
 
@@ -95,7 +97,7 @@ class Ledger:
 
     def attended(self, method: str) -> None:
         """Count a layer that an attention method serves."""
-        self.methods.setdefault("decode" if self.decoding else "prefill", Counter())[method] += 1
+        self.methods["decode" if self.decoding else "prefill"][method] += 1
 
     def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any) -> None:
         """Count the time of a transfer that was posted and waited for at these moments and has just ended."""
@@ -120,21 +122,19 @@ class Ledger:
             self._dense_since = None
             self._when_passed(end, lambda: self._span("dense", "compute", begin, end))
 
-    @contextmanager
-    def compute(self, name: str, layer: int | None = None) -> Iterator[None]:
-        """Count a stretch of computation."""
-        self.leave_dense()
-        start = self.mark()
-        try:
-            yield
-        finally:
-            end, key = self.mark(), (name, layer, self.decoding)
+    def compute(self, name: str, layer: int | None = None) -> Stretch:
+        """Count a stretch of computation: ``with ledger.compute(...)``."""
+        return Stretch(self, name, layer)
 
-            def count() -> None:
-                self.computed[key] += self.clock.seconds(start, end)
-                self._span(name, "compute", start, end, layer)
+    def computed_since(self, start: Any, name: str, layer: int | None) -> None:
+        """Count the end of one."""
+        end, key = self.mark(), (name, layer, self.decoding)
 
-            self._when_passed(end, count)
+        def count() -> None:
+            self.computed[key] += self.clock.seconds(start, end)
+            self._span(name, "compute", start, end, layer)
+
+        self._when_passed(end, count)
 
     def decode_seconds(self, name: str) -> list[float]:
         """``[layer]`` seconds of a computation in passes over single tokens; empty where there were none."""
@@ -147,3 +147,19 @@ class Ledger:
         """Seconds in which this rank did nothing but wait for others."""
         self.read()
         return sum(tally.seconds_exposed for tally in self.tallies.values())
+
+
+class Stretch:
+    """A stretch of computation, which is counted when it ends. Every layer of every token makes one: it is small."""
+
+    __slots__ = ("_layer", "_ledger", "_name", "_start")
+
+    def __init__(self, ledger: Ledger, name: str, layer: int | None):
+        self._ledger, self._name, self._layer = ledger, name, layer
+
+    def __enter__(self) -> None:
+        self._ledger.leave_dense()
+        self._start = self._ledger.mark()
+
+    def __exit__(self, *ending: object) -> None:
+        self._ledger.computed_since(self._start, self._name, self._layer)

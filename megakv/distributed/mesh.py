@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megakv.compat import end_deepspeed_distributed, init_deepspeed_distributed, shared_memory_available
+from megakv.compat import (
+    end_deepspeed_distributed,
+    init_deepspeed_distributed,
+    shared_memory_available,
+    store_hosts,
+)
+from megakv.distributed.direct import Links, connect_directly
 from megakv.errors import MegaKVError
 from megakv.laws import CombinationError
 
@@ -52,7 +58,9 @@ class Mesh:
     timeout_s: float
     """How long a silent peer is waited for."""
     connections: set[str] = field(default_factory=set)
-    """The groups' TCP connections, as `open_connections` names them."""
+    """The TCP connections of groups and `links`, as `open_connections` names them."""
+    links: Links = field(default_factory=dict)
+    """Connections to all other ranks for small messages; none with an accelerator, or where one could not be had."""
 
     def edge_group(self, neighbour: int) -> dist.ProcessGroup | None:
         """This rank and the context-parallel rank before or behind it, for what goes down the chain between them.
@@ -75,6 +83,9 @@ class Mesh:
 
     def end(self) -> None:
         """End this rank's groups: their threads are joined and their connections closed. The world stands."""
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
         for group in self._standing():
             dist.destroy_process_group(group)
 
@@ -99,6 +110,7 @@ class Mesh:
         self.groups.update(fresh.groups)
         self.connections.clear()
         self.connections.update(fresh.connections)
+        self.links.update(fresh.links)
 
 
 def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
@@ -201,6 +213,10 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
             if index == cp_rank:
                 groups["tp"] = ref(group)
     accelerator = get_accelerator()
+    device = torch.device(accelerator.current_device_name())
+    links: Links = {}
+    if world_size > 1 and device.type == "cpu":
+        links = connect_directly(rank, _gathered, world_size=world_size, hosts=store_hosts())
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -211,11 +227,19 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
         cp_ranks=tuple(tp_rank + tp_size * step for step in range(cp_size)),
         tp_ranks=tuple(cp_rank * tp_size + step for step in range(tp_size)),
         groups=groups,
-        device=torch.device(accelerator.current_device_name()),
+        device=device,
         shared_memory=tp_size == world_size and tp_size > 1 and shared_memory_available(),
         timeout_s=timeout_s,
         connections=open_connections().keys() - before.keys(),
+        links=links,
     )
+
+
+def _gathered(value: Any) -> list[Any]:
+    """A small object of every rank of the world, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def open_connections() -> dict[str, int]:

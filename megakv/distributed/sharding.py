@@ -186,6 +186,11 @@ class TokenTable:
             for sequence, column in enumerate(row):
                 column.extend(both[:, block.run(sequence)])
 
+    def coordinates(self, rank: int, sequence: int) -> tuple[IntArray, IntArray]:
+        """Slots and positions of what a rank holds of a sequence."""
+        slots, positions = self._columns[rank][sequence].view()
+        return slots, positions
+
     def slots(self, rank: int, sequence: int) -> IntArray:
         slots: IntArray = self._columns[rank][sequence].view()[0]
         return slots

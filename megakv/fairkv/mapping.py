@@ -17,6 +17,9 @@ Part = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Objective = Literal["time", "barrier", "equation4", "algorithm2", "requests"]
 
+LEAST_GAIN = 1e-6
+"""A smaller one is rounding: the same loads in another order."""
+
 
 class Replica(BaseModel):
     """A KV head on a rank, and the part of the head's kept tokens that this rank attends to."""

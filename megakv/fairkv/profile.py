@@ -18,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.costmodel.records import Record, load_record
+from megakv.distributed.sharding import IntArray
+from megakv.fairkv.budgets import divide
 from megakv.fairkv.layer import barrier_utilisation, contiguous_layer
 
 if TYPE_CHECKING:
@@ -149,6 +151,12 @@ class BudgetProfile(Record):
     def n_kv_heads(self) -> int:
         return len(self.budgets[0])
 
+    def scaled(self, mean: int, most: int) -> BudgetProfile:
+        """Of prompts of which heads keep `mean` tokens on average, none above `most`; single prompts are left out."""
+        weights = np.array(self.budgets)
+        budgets = divide(mean * weights.size, weights.reshape(-1), most).reshape(weights.shape)
+        return BudgetProfile(model=self.model, method=self.method, budgets=_nested(budgets), identity=self.identity)
+
     def check_model(self, name: str, n_layers: int, n_kv_heads: int) -> None:
         """A `ValueError` for another model's profile; of hub ids and folders the last part is compared."""
         if (self.n_layers, self.n_kv_heads) != (n_layers, n_kv_heads):
@@ -248,5 +256,5 @@ def make_profile(
     )
 
 
-def _nested(budgets: BudgetArray) -> Budgets:
-    return tuple(map(tuple, budgets.tolist()))
+def _nested(budgets: BudgetArray | IntArray) -> Budgets:
+    return tuple(map(tuple, budgets.astype(np.float64).tolist()))

@@ -16,6 +16,8 @@ from megakv.device import upload
 from megakv.distributed.sharding import new_tokens
 from megakv.forward_pass import ForwardPass, LastRows, Wanted
 from megakv.injection.last_layer import LastLayerRows
+from megakv.injection.linear_slices import LinearSlices
+from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.runtime import Runtime
 
@@ -28,9 +30,14 @@ REFUSED_INPUTS = {
 
 
 class ForwardHooks:
-    """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh."""
+    """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
-    def __init__(self, model: PreTrainedModel, runtime: Runtime, new_cache: Callable[[], ShardedCache]):
+    `slices` says whether context-parallel ranks may decode with slices of its weights, which are all there.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, runtime: Runtime, new_cache: Callable[[], ShardedCache], *, slices: bool = True
+    ):
         self._runtime = runtime
         self.new_cache = new_cache
         self._signature = inspect.signature(type(model).forward)
@@ -39,12 +46,23 @@ class ForwardHooks:
         self._length_dependent = depends_on_length(model)
         self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
         runtime.last_layer = self._last_layer.attention
+        self._linears = FewRowsLinears(model)
+        self._slices: LinearSlices | None = None
+        if slices and runtime.planner.may_slice:
+            planner = runtime.planner
+            self._slices = LinearSlices(
+                model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
+            )
+            planner.slices = self._slices.gains
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
-        self._last_layer.remove()
+        if self._slices is not None:
+            self._slices.remove()
+        self._linears.remove()
+        self._last_layer.close()
         self._before_handle.remove()
         self._after_handle.remove()
 
@@ -67,11 +85,12 @@ class ForwardHooks:
             mask = self._mask(inputs.get("attention_mask"), batch, length, past)
             positions = self._positions.of(inputs, mask, length, past)
         new = new_tokens(mask[:, -length:], positions, past)
-        # A piece of a longer prompt may be nothing but padding, as the first of those that transformers cuts it into.
-        held = cache.length > 0 and bool(cache.table.counts().any())
-        prompt = None if generation is None else generation.prompt
-        if len(new) == 0 and not held and (prompt is None or past + length >= prompt.stop):
-            raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
+        if len(new) == 0:
+            # A piece of a longer prompt may be nothing but padding, as the first of those that a prompt is cut into.
+            held = cache.length > 0 and bool(cache.table.counts().any())
+            prompt = None if generation is None else generation.prompt
+            if not held and (prompt is None or past + length >= prompt.stop):
+                raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
         step = self._runtime.plan(new, cache, past + length, wanted)
         self._runtime.current = step
@@ -87,10 +106,12 @@ class ForwardHooks:
         return (), inputs
 
     def _bind(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        bound = self._signature.bind_partial(model, *args, **kwargs)
-        inputs = dict(bound.arguments)
-        inputs.pop("self", None)
-        inputs.update(inputs.pop("kwargs", {}))
+        # Decoding names all of its arguments.
+        inputs = dict(kwargs)
+        if args:
+            inputs = dict(self._signature.bind_partial(model, *args, **kwargs).arguments)
+            inputs.pop("self", None)
+            inputs.update(inputs.pop("kwargs", {}))
         for name, reason in REFUSED_INPUTS.items():
             value = inputs.get(name)
             if value is not None and value is not False:
@@ -138,8 +159,12 @@ class ForwardHooks:
             column = np.append(column, 0)
             position = np.append(position, step.layout.max_position)
         device = source.device
-        rows = upload(sequence, device), upload(column, device)
-        inputs["inputs_embeds" if embedded else "input_ids"] = source[rows].unsqueeze(0)
+        if len(tokens) == len(sequence) == source.shape[0] * source.shape[1]:
+            # All of them, in their order.
+            packed = source.flatten(0, 1)
+        else:
+            packed = source[upload(sequence, device), upload(column, device)]
+        inputs["inputs_embeds" if embedded else "input_ids"] = packed.unsqueeze(0)
         inputs.pop("position_ids", None)
         if self._positions.taken:
             inputs["position_ids"] = upload(position, device).unsqueeze(0)
@@ -147,9 +172,11 @@ class ForwardHooks:
         inputs["past_key_values"] = step.cache
         inputs["use_cache"] = True
         inputs["return_dict"] = True
-        _, step.local = step.wanted.among(tokens)
+        _, step.local = step.wanted_of(step.rank)
         index = upload(step.local if len(step.local) else np.zeros(1, dtype=np.int64), device)
         step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
+        if len(index) < len(sequence):
+            self._last_layer.open()
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
 
@@ -157,6 +184,7 @@ class ForwardHooks:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step, self._runtime.current = self._runtime.current, None
+        self._last_layer.close()
         self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None
@@ -171,12 +199,14 @@ class ForwardHooks:
             step.cache.cut_back(step.cache.length)
             raise
         self._runtime.comm.ledger.leave_dense()
-        step.cache.commit(step.slots, compressed=step.compress, first=None if step.turn is None else step.turn.first)
+        first = None if step.turn is None else step.turn.first
+        step.cache.commit(step.slots, compressed=step.compress, first=first, proposed=step.proposed)
         step.cache.evicted(step.evict)
         self._runtime.comm.failures.inside = False
-        # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
-        values = {**output, "logits": logits, "past_key_values": step.cache if step.use_cache else None}
-        output = type(output)(**values)
+        output.logits = logits
+        if not step.use_cache:
+            # Made anew: an entry that was there once stays in a model's output, for `generate` to find.
+            output = type(output)(**{**output, "past_key_values": None})
         return output if step.return_dict else output.to_tuple()
 
     def _after_pieces(self, step: ForwardPass, logits: Tensor) -> Tensor:
@@ -199,13 +229,21 @@ class ForwardHooks:
     def _share(self, step: ForwardPass, logits: Tensor) -> Tensor:
         """``[B, C, V]`` the wanted logits on every rank, bit for bit those of the rank that computed them."""
         wanted, comm, device = step.wanted, self._runtime.comm, logits.device
+        everywhere = step.gathered_logits is logits
         mine = logits[0, : len(step.local)] if self._keeps_logits else logits[0, upload(step.local, device)]
-        shared = logits.new_zeros((step.batch, wanted.columns, logits.shape[-1]))
+        shape = step.batch, wanted.columns, logits.shape[-1]
+        shared = logits.new_zeros(shape)
         for owner in range(1 if step.layout.replicated else step.layout.size):
-            rows, _ = wanted.among(step.layout.tokens[owner])
+            rows, _ = step.wanted_of(owner)
             if not len(rows):
                 continue
-            piece = mine.contiguous() if owner == step.rank else logits.new_empty((len(rows), logits.shape[-1]))
-            comm.broadcast(piece, owner * comm.mesh.tp_size, operation="logits")
+            own = everywhere or owner == step.rank
+            piece = mine.contiguous() if own else logits.new_empty((len(rows), logits.shape[-1]))
+            if not everywhere:
+                comm.broadcast(piece, owner * comm.mesh.tp_size, operation="logits")
+            if len(rows) == step.batch * wanted.columns:
+                # All of them, in their order.
+                shared = piece.view(shape)
+                break
             shared[upload(wanted.sequence[rows], device), upload(wanted.column[rows], device)] = piece
         return shared if wanted.picked is None else shared[:, upload(wanted.picked, device)]

@@ -5,8 +5,9 @@ The mask stays a description, and is checked to be one that MegaKV honours.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,11 +37,16 @@ class CausalMask:
 
 
 def describe_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> CausalMask:
-    """Entry for transformers' `AttentionMaskInterface`.
+    """Entry for transformers' `AttentionMaskInterface`: a dense mask of a sharded sequence is never built."""
+    return _described(mask_function, local_size)
 
-    transformers hands over a function of slots; a dense mask of a sharded sequence is never built. The function is
-    evaluated at the edges of what `local_size` promises, so that a model with any other pattern (chunked, prefix,
-    blockwise) is refused rather than silently computed wrongly.
+
+@functools.lru_cache(maxsize=16)
+def _described(mask_function: Callable[..., Any], local_size: int | None) -> CausalMask:
+    """What a function of slots hides.
+
+    It is evaluated at the edges of what `local_size` promises, so that a model with any other pattern (chunked, prefix,
+    blockwise) is refused rather than silently computed wrongly. Most models have one function for all their passes.
     """
     reach = local_size or 1
     edges = sorted({0, 1, 2, 3, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 3, 8191, 8192, 8193})
@@ -114,14 +120,16 @@ def attention_function(
         raise MegaKVError(
             f"{type(module).__name__} passes {', '.join(refused)} to attention, which MegaKV does not support"
         )
-    scoring = Scoring(
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        window=mask.window,
-        softcap=softcap,
-        latent=latent_heads(module, query) if keeps_latents(module) else None,
-    )
+    scoring = _scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, softcap)
+    if keeps_latents(module):
+        scoring = replace(scoring, latent=latent_heads(module, query))
     layer: Any = module.layer_idx
     return attend_of(module)(layer, query, key, value, scoring, s_aux), None
+
+
+@functools.lru_cache(maxsize=64)
+def _scoring(scale: float, window: int | None, softcap: float | None) -> Scoring:
+    return Scoring(scale, window, softcap)
 
 
 # Latents (MLA): modules that are to expand what transformers caches of a token into keys and values of all heads

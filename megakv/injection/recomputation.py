@@ -190,12 +190,15 @@ class Recomputation:
         attend = getattr(module, ATTEND_ATTRIBUTE)
         queries: Any = module._modules.get(QUERY_PROJECTION)
         queries = queries if hasattr(queries, "weight") else None
+        step = self._current()
+        step.recomputing = True
         setattr(module, ATTEND_ATTRIBUTE, _stop)
         if queries is not None:
             module._modules[QUERY_PROJECTION] = _NoQueries(queries.weight.shape[0])
         try:
             yield
         finally:
+            step.recomputing = False
             setattr(module, ATTEND_ATTRIBUTE, attend)
             if queries is not None:
                 module._modules[QUERY_PROJECTION] = queries

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megakv.attention.compiled import Packing, RunTable
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.pages import Body, BodyIndex, RaggedBody, streamed
+from megakv.fairkv.ragged_body import Body, BodyIndex, RaggedBody, streamed
 from megakv.offload.link import OUTGOING, Link, Move, Transfer
 from megakv.offload.pages import PagedRows, PagePool
 from megakv.offload.row_format import GroupQuantiser
@@ -147,7 +147,7 @@ class PackedBody:
         table = np.zeros((len(counts), 7), dtype=np.int64)
         table[:, 0] = table[:, 1] = self.stored.data_ptr() + self.index.bounds[:-1] * step
         table[:, 2], table[:, 4] = counts, step
-        return RunTable(table, np.arange(len(table) + 1))
+        return RunTable.of_each(table)
 
     def here(self) -> RaggedBody:
         return self.body.unpacked(self.stored)

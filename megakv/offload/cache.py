@@ -105,8 +105,10 @@ class OffloadedCache(ShardedCache):
         super().begin(layout, batch, prompts=prompts)
         self._engine.begin(self, layout, stays=stays, turn=turn)
 
-    def commit(self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None) -> None:
-        super().commit(slots, compressed=compressed, first=first)
+    def commit(
+        self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None, proposed: int = 0
+    ) -> None:
+        super().commit(slots, compressed=compressed, first=first, proposed=proposed)
         self._engine.end(self)
 
     def tier(self, layer: int) -> TieredStore:

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import TYPES, load_kernel
+from megakv.attention.compiled import load_kernel
 from megakv.attention.latent import LatentHeads
+from megakv.attention.library import TYPES
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart, PackedAttention
 from megakv.attention.partial import Part, Scoring

@@ -15,7 +15,7 @@ from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.cache.store import KVStore, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
-from megakv.fairkv.pages import Body, RaggedBody
+from megakv.fairkv.ragged_body import Body, RaggedBody
 from megakv.fairkv.shares import HeadShares
 from megakv.offload.config import OffloadConfig
 from megakv.offload.link import Link, Move, Transfer

@@ -16,7 +16,7 @@ from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.fairkv.attention import AttendedBody, RaggedPart
-from megakv.fairkv.pages import Body, RaggedBody
+from megakv.fairkv.ragged_body import Body, RaggedBody
 from megakv.offload.bodies import TieredBody
 from megakv.offload.shared_tiers import SharedTiers
 from megakv.offload.store import Strip, TieredStore

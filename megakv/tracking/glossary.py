@@ -16,6 +16,8 @@ GLOSSARY = {
     "KV-Runahead": "a chain: a rank takes the keys and values of all tokens before its own from the rank before",
     "TSP": "tensor and sequence parallelism, the baseline of KV-Runahead: even parts and an all-gather",
     "replicated": "all ranks compute the new token and attend to their own keys; one gather merges the results",
+    "linear_sum": "decoding by 'tensor': sums over ranks that each computed a slice of a linear",
+    "linear_gather": "decoding by 'tensor': outputs of a linear's slices, put together on all ranks",
     "tp_all_reduce": "sums over the heads and feed-forward parts of tensor-parallel ranks",
     "logits": "the new token's scores, shared with all ranks",
     "control": "small messages that keep ranks in step: seeds, decisions, stops",

@@ -83,6 +83,21 @@ class PrefillPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CandidateCounts:
+    """Tokens that were proposed and checked, several in a step (prompt lookup, assisted decoding)."""
+
+    steps: Count  # Passes of the whole generation, each of which gave at least one token.
+    proposed: Count
+    accepted: Count
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    def scalars(self, new_tokens: int) -> dict[str, float]:
+        """As flat metrics."""
+        shares = {"tokens_per_step": new_tokens / self.steps} if self.steps else {}
+        return shares | ({"accepted_share": self.accepted / self.proposed} if self.proposed else {})
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadStep:
     """One pass over keys and values that lie off the accelerator."""
 

@@ -17,6 +17,7 @@ NAMES = {
     "tsp": "TSP",
     "tsp_causal": "TSP (causal)",
     "replicated": "replicated queries",
+    "tensor": "slices of weights",
     "local": "local attention",
     "single": "one rank",
 }
@@ -45,6 +46,11 @@ def overview(report: RunReport) -> dict[str, str]:
 def methods(report: RunReport) -> dict[str, str]:
     """How the run was served, by stage, and what ``auto`` took."""
     found = {name: words for stage, name in STAGES.items() if (words := _attention(report, stage))}
+    if (checked := report.candidates) is not None:
+        found["candidates"] = (
+            f"{report.new_tokens / max(1, checked.steps):.2f} tokens per step; {checked.accepted:,} of "
+            f"{checked.proposed:,} proposed tokens accepted"
+        )
     found["keys and values"] = _cache(report)
     if setting(report, "megakv.feed_forward") == "fp8":
         found["weights"] = "feed-forward in FP8 (lossy)"

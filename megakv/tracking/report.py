@@ -9,6 +9,7 @@ from pydantic_core import to_json
 
 from megakv.tracking.measurements import (
     STRICT,
+    CandidateCounts,
     Count,
     Event,
     HeadBalance,
@@ -124,6 +125,7 @@ class RunReport:
     machine: dict[str, Any]
     prefill: PrefillPlan | None = None  # ``None`` where nothing was decided before the layers ran.
     balance: HeadBalance | None = None  # Where KV heads were mapped to ranks or compressed.
+    candidates: CandidateCounts | None = None  # Where steps checked several tokens.
     # By stage, ``prefill`` and ``decode``: how many layers, summed over passes, each attention method served.
     methods: dict[str, dict[str, Count]] = field(default_factory=dict)
     # What a job adds: its command line, what it was asked, and whether the tokens are those of a single-process
@@ -164,6 +166,8 @@ class RunReport:
             values |= {f"ttft_predicted_s/{name}": seconds for name, seconds in self.prefill.predicted_s.items()}
         if self.balance is not None:
             values |= self.balance.scalars()
+        if self.candidates is not None:
+            values |= self.candidates.scalars(self.new_tokens)
         values |= offload_scalars([rank.offload for rank in self.ranks])
         for operation in sorted({traffic.operation for report in self.ranks for traffic in report.traffic}):
             for name, over_ranks in (("bytes_sent", sum), ("calls", sum), ("seconds_exposed", max)):

@@ -19,10 +19,11 @@ from task import MODEL_DIR
 import megakv
 from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import map_heads
-from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, kept_tokens, make_profile
+from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, make_profile
 from megakv.fairkv.splitting import slowest_loads
+from megakv.launcher.budget_ranks import measure
 from megakv.launcher.process import quiet_libraries
-from megakv.weights.placement import contiguous_head_map, head_counts
+from megakv.launcher.prompts import Prompt
 
 CELLS = ((2, 0), (2, 1), (4, 0), (4, 1), (4, 3), (4, 8))
 """Tensor-parallel ranks and copies."""
@@ -34,11 +35,8 @@ Budgets = npt.NDArray[np.float64]
 def measured(section: dict[str, Any], tokens: int, count: int, seed: int) -> list[MeasuredPrompt]:
     """What compression keeps of every document."""
     engine = megakv.init_inference(str(MODEL_DIR), {"dtype": "fp32", "megakv": {"fairkv": section}})
-    heads = contiguous_head_map(*head_counts(engine.module.config), 1)
-    found = []
-    for each in make_documents(tokens, count, seed):
-        engine.generate(torch.tensor([each.ids]), max_new_tokens=1, do_sample=False)
-        found.append(MeasuredPrompt("documents", len(each.ids), kept_tokens(engine.report(), heads)))
+    documents = make_documents(tokens, count, seed)
+    found = measure(engine, [(Prompt("documents", "", ""), torch.tensor([each.ids])) for each in documents])
     engine.destroy()
     return found
 

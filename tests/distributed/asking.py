@@ -158,7 +158,9 @@ class Plain:
         return answer
 
     def _generate(self, action: Action, ids: Tensor, mask: Tensor) -> Answer:
-        options = {name: value for name, value in action["options"].items() if name != "prefill_chunk_size"}
+        # What is most likely goes by no candidates; what is drawn does.
+        unasked = {"prefill_chunk_size", *(() if action["options"]["do_sample"] else ("prompt_lookup_num_tokens",))}
+        options = {name: value for name, value in action["options"].items() if name not in unasked}
         asked = {name: value for name, value in action.items() if name not in ("raises", "inference_mode")}
         run = partial(self.model.generate, **prompt(action, ids, self.model), attention_mask=mask)
         return generate({**asked, "options": options}, run)

@@ -88,18 +88,21 @@ def draw(seed: int, ranks: int) -> Case:
     """The case of a seed on so many ranks."""
     rng = Random(f"{seed} on {ranks}")
     family, mesh = rng.choice(list(CONFIGS)), rng.choice(MESHES[ranks])
-    script = Script(rng, turns=family not in LENGTH_DEPENDENT)
     section = draw_section(rng, *sizes(mesh))
     lossy = is_lossy(section)
+    neighbour = draw_section(rng, *sizes(mesh), lossy=False) if not lossy and rng.random() < 0.15 else None
+    # Evicted rows do not come back when a candidate is refused.
+    evicts = any("decode_interval" in (each or {}).get("fairkv", {}) for each in (section, neighbour))
+    script = Script(rng, turns=family not in LENGTH_DEPENDENT, proposes=not evicts)
     actions = script.draw()
     fewer = [other for size in range(1, ranks) for other in MESHES[size]] if script.saved else []
     then = None
     if fewer and rng.random() < 0.5:
-        later = Script(rng, turns=True)
-        later.take_over(script)
         # Sessions of FP8 go on with the same weights only, which are others on another TP degree.
         smaller = rng.choice([other for other in fewer if other.endswith("x1") or "feed_forward" not in section])
         then_section = draw_section(rng, *sizes(smaller)) | {"feed_forward": section.get("feed_forward", "dtype")}
+        later = Script(rng, turns=True, proposes="decode_interval" not in then_section.get("fairkv", {}))
+        later.take_over(script)
         then = Case(
             seed=seed,
             family=family,
@@ -119,7 +122,7 @@ def draw(seed: int, ranks: int) -> Case:
         script=actions,
         lossy=lossy,
         drawn_on=ranks,
-        neighbour=draw_section(rng, *sizes(mesh), lossy=False) if not lossy and rng.random() < 0.15 else None,
+        neighbour=neighbour,
         then=then,
     )
 
@@ -132,6 +135,8 @@ class Script:
     rng : Random
     turns : bool
         Whether the family's answers are the same in turns and chunks as at once.
+    proposes : bool
+        Whether candidates may be looked up.
 
     Attributes
     ----------
@@ -139,9 +144,9 @@ class Script:
         Batch and slots of the sessions that were saved, by name.
     """
 
-    def __init__(self, rng: Random, *, turns: bool):
+    def __init__(self, rng: Random, *, turns: bool, proposes: bool):
         self._rng = rng
-        self._turns = turns
+        self._turns, self._proposes = turns, turns and proposes
         self._open: dict[str, tuple[int, int]] = {}
         self.saved: dict[str, tuple[int, int]] = {}
         self._names = iter("abcdefghijklmnopqrstuvwxyz")
@@ -186,6 +191,9 @@ class Script:
             action["spare"] = 0
         width = max(action["rows"]) + action["spare"]
         kind = rng.choice(("whole", "keep", "columns", "embeds", "tuple", "positions", "continued"))
+        if kind == "continued" and not self._turns:
+            # The plain model, which is given all at once, rotates the first part by the length of the whole.
+            kind = "whole"
         if kind == "keep":
             action["keep"] = rng.choice((1, 1, rng.randint(1, width), width + 3))
         elif kind == "columns":
@@ -204,6 +212,8 @@ class Script:
         options = action["options"]
         if options.get("num_beams") and rng.random() < 0.5:
             options["num_return_sequences"] = rng.randint(1, options["num_beams"])
+        if "prompt_lookup_num_tokens" in options:
+            return action
         if "prefill_chunk_size" not in options and rng.random() < 0.1:
             options["use_cache"] = False
         if "prefill_chunk_size" not in options and rng.random() < 0.15:
@@ -233,9 +243,14 @@ class Script:
             options["min_new_tokens"] = rng.randint(1, options["max_new_tokens"])
         if self._turns and rng.random() < 0.35:
             options["prefill_chunk_size"] = rng.choice((1, 2, 3, 5, 16, 33, 100))
+        if self._proposes and batch == 1 and "beams" not in kind and rng.random() < 0.5:
+            options |= {"prompt_lookup_num_tokens": rng.choice((1, 3, 10)), "max_new_tokens": rng.randint(1, 20)}
+            options.pop("min_new_tokens", None)
         how: Action = {"options": options}
+        # Transformers asks at the end of a step, which may be some tokens too late.
+        asks = not (options["do_sample"] and "prompt_lookup_num_tokens" in options)
         # Without an end token transformers fills beams that were stopped with tokens that do not exist.
-        if rng.random() < 0.2 and ("beams" not in kind or "eos_token_id" in options):
+        if asks and rng.random() < 0.2 and ("beams" not in kind or "eos_token_id" in options):
             how["stop_after"] = rng.randint(1, 6)
         if "beams" not in kind and rng.random() < 0.3:
             how["logits"] = True

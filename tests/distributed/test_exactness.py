@@ -82,11 +82,11 @@ def quick_runs() -> list[Run]:
 
 
 def drawn_runs() -> list[Run]:
-    """Every other family on meshes with context parallelism."""
+    """Every other family on meshes with context parallelism; on one of both kinds each rank has slices of linears."""
     return [
-        Run(family, mesh, (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES, decoded=3)
+        Run(family, mesh, (*SHORT_CASES, "greedy 1000") if family in LONG_FAMILIES else SHORT_CASES, 3, section)
         for family in FAMILIES
-        for mesh in ("2x2", "2x1", "4x1")
+        for mesh, section in (("2x2", {"decode": "tensor"}), ("2x1", {}), ("4x1", {}))
         if family != "llama"
     ]
 
@@ -94,6 +94,7 @@ def drawn_runs() -> list[Run]:
 def full_runs() -> list[Run]:
     """Every family on every mesh with every case."""
     runs = [Run(family, mesh) for meshes in MESHES.values() for mesh in meshes for family in FAMILIES]
+    runs += [Run(family, "2x2", section={"decode": "tensor"}) for family in FAMILIES if family != "llama"]
     return runs + [run for mesh in ("4x1", "2x2", "3x1", "2x1") for run in method_runs(mesh, ALL_CASES, decoded=8)]
 
 

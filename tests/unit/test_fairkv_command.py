@@ -65,6 +65,7 @@ def foreign_identity(model: Path) -> dict[str, Any]:
         (["--tp", "3", "--json", "/proc/none/x.json"], "--json /proc/none/x.json: cannot be written"),
         (["--tp", "3", "--hardware", "h100-rmda"], "'h100-rmda' is neither a file nor a known machine"),
         (["--tp", "3", "--cp", "2", "--hardware", "h100-rdma"], "steps of tensor-parallel ranks alone, but --cp is 2"),
+        (["--tp", "3", "--dtype", "fp32", "--hardware", "h100-rdma"], "bfloat16, but this run (--dtype) is in float32"),
         (["--tp", "3", "--wandb", "a/b"], "--wandb a/b: allowed: 1 to 128 characters"),
     ],
 )  # fmt: skip

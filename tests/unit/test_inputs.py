@@ -127,6 +127,23 @@ def test_pieces_of_a_prompt_may_be_nothing_but_padding(
         engine.destroy()
 
 
+@pytest.mark.usefixtures("alone")
+def test_windows_keep_a_turn_whole_over_pieces_of_padding() -> None:
+    """Until it ends: it is compressed then, from all of its tokens."""
+    model = AutoModelForCausalLM.from_config(FAMILIES["mistral"](), dtype=torch.float32).eval()
+    ids, mask = torch.randint(3, 190, (2, 90)), torch.ones(2, 90, dtype=torch.long)
+    mask[:, 60:75] = 0
+    section = {"fairkv": {"method": "snapkv", "budget": 0.5, "window": 4, "min_tokens": 2}}
+    engine = megakv.init_inference(model, {"dtype": "fp32", "megakv": section})
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    try:
+        wanted = engine.generate(ids, attention_mask=mask, **options)
+        for size in (2, 7, 60):
+            assert torch.equal(engine.generate(ids, attention_mask=mask, prefill_chunk_size=size, **options), wanted)
+    finally:
+        engine.destroy()
+
+
 def test_shapes_that_are_refused(pair: tuple[Any, Any]) -> None:
     ids, mask = prompt(0, 3)
     for call in (pair[1], pair[1].generate):

@@ -44,6 +44,7 @@ ASK = ["--question", "aa"]
         ),
         (None, ["--wandb", "our/project"], r"--wandb our/project: allowed: 1 to 128 characters, none of / \\ # \? % :"),
         (None, ["--prefill-chunk-size", "0"], "--prefill-chunk-size 0: allowed: 1 or more"),
+        (None, ["--prompt-lookup", "0"], "--prompt-lookup 0: allowed: 1 or more"),
         ({"nonsense": 1}, [], "nonsense = 1: unknown key"),
         (None, ["--cp", "0"], "--cp 0: allowed: 1 or more"),
         (None, ["--threads", "0"], "--threads 0: allowed: 1 or more"),

@@ -16,7 +16,7 @@
 #define LANES 4
 #define BLOCK_ROWS 4
 #endif
-#ifdef __F16C__
+#if defined(__F16C__) || defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -37,6 +37,8 @@ inline Floats load(const float* from) {
   std::memcpy(&value, from, sizeof value);
   return value;
 }
+
+inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof value); }
 
 inline Words widened(const uint16_t* from) {
   Halves bits;
@@ -81,6 +83,45 @@ inline Floats exponential(Floats x) {
   const Ints power = (__builtin_convertvector(n, Ints) + 127) << 23;
   const Ints tiny = x < -87.0f;
   return (Floats)(~tiny & (Ints)(p * (Floats)power));
+}
+
+// The larger one of each lane, `right` where one of the two is not a number.
+inline Floats larger(Floats left, Floats right) {
+#if LANES == 16
+  return (Floats)_mm512_max_ps((__m512)left, (__m512)right);
+#else
+  return left > right ? left : right;
+#endif
+}
+
+// 2^x within two units of the last place. Where that is below the smallest normal number it is about that number:
+// products with smaller ones are slow.
+inline Floats power_of_two(Floats x) {
+  x = larger(all(-126.0f), x);
+#if LANES == 16 && defined(__AVX512DQ__)
+  const Floats r = (Floats)_mm512_reduce_ps((__m512)x, 1);
+#else
+  const Floats rounding = all(12582912.0f);  // 1.5 * 2^23: what is added to it loses its fraction
+  const Floats shifted = (x - 0.5f) + rounding;
+  const Floats r = x - (shifted - rounding);
+#endif
+  Floats p = r * 0.00021702256f + 0.0012439687f;
+  p = p * r + 0.009678841f;
+  p = p * r + 0.05548334f;
+  p = p * r + 0.24022983f;
+  p = p * r + 0.693147f;
+  p = p * r + 1.0f;
+#if LANES == 16 && defined(__AVX512DQ__)
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return (Floats)((Words)p + ((Words)shifted << 23));
+#endif
+}
+
+inline Floats hyperbolic_tangent(Floats x) {
+  // Beyond 20 it is 1 in float32.
+  x = x > 20.0f ? all(20.0f) : x;
+  return 1.0f - 2.0f / (power_of_two(x * 2.88539008177792681f) + 1.0f);
 }
 
 template <class V> inline auto halved(V value) {

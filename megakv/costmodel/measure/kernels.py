@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megakv.attention.backends import attend_block
-from megakv.attention.backends import math as math_backend
 from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.measure.stopwatch import Cases, Pool, rising
@@ -21,6 +20,8 @@ UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
 MATH_ROWS = (1, 16, 256)
 SDPA_ROWS = (1,)
+SOFTCAP = 50.0
+"""Where scores are more than scaled products, matrix products do the work, unless a compiled kernel does."""
 KEYS = (16, 128, 1024, 8192)
 SQUARES = (16, 64, 128, 256, 512, 1024, 2048)
 TOKENS = (1, 2, 4, 16, 64, 256)
@@ -75,8 +76,8 @@ class Kernel:
         v_KSD = pool.take(kv_heads, keys, sizes.head_dim)
         if sizes.kernel == "sdpa":
             return sdpa(q_HLD[None], k_KSD[None], v_KSD[None], is_causal=causal, enable_gqa=True)
-        backend = math_backend if sizes.kernel == "math" else attend_block
-        return backend(q_HLD, k_KSD, v_KSD, sizes.head_dim**-0.5, causal=causal)
+        softcap = SOFTCAP if sizes.kernel == "math" else None
+        return attend_block(q_HLD, k_KSD, v_KSD, sizes.head_dim**-0.5, causal=causal, softcap=softcap)
 
     def operations(self, pairs: int) -> int:
         return 4 * self.sizes.heads * self.sizes.head_dim * pairs

@@ -13,7 +13,7 @@ from megakv.costmodel.curves import RaggedTable
 from megakv.costmodel.measure.stopwatch import Case, Cases, Pool, rising
 from megakv.costmodel.shape import AttentionShape
 from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.pages import BodyIndex, RaggedBody
+from megakv.fairkv.ragged_body import BodyIndex, RaggedBody
 
 HEADS = (1, 8)
 TOKENS = (4, 32, 256, 1024, 8192)

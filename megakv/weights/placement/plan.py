@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from deepspeed.module_inject.auto_tp import AutoTP
 from torch import nn
 from transformers import PreTrainedModel
@@ -97,6 +99,26 @@ def _mlp(
     return specs
 
 
+def beside_attention(layer: nn.Module, attention: str) -> Iterator[tuple[str, nn.Module]]:
+    """Names and modules of a decoder layer, itself included, but for its attention and what is in that."""
+    for name, module in layer.named_modules():
+        if name != attention and not name.startswith(f"{attention}."):
+            yield name, module
+
+
+def feed_forward_specs(
+    module: nn.Module, model_type: str, rows: frozenset[str], rank: int, size: int, *, holds_attention: bool
+) -> dict[str, SliceSpec]:
+    """Parts of one module's own linears or experts, by their names inside it; none where it has neither.
+
+    `rows` are the names of linears that are cut along their inputs; the module may be a layer that `holds_attention`. A
+    ValueError says what cannot be cut.
+    """
+    if is_experts(module):
+        return _experts(module, model_type, rank, size)
+    return _mlp(module, model_type, rows, rank, size, holds_attention=holds_attention)
+
+
 def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> dict[str, SliceSpec]:
     """The part of every parameter, by its name (tied ones included), that `tp_rank` keeps.
 
@@ -116,14 +138,9 @@ def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> d
         attention_name, attention = find_attention(layer, model_type)
         cut = attention_specs(attention, model_type, head_map, head_map.shard(index, tp_rank))
         found = {f"{attention_name}.{name}": spec for name, spec in cut.items()}
-        for name, module in layer.named_modules():
-            if name == attention_name or name.startswith(f"{attention_name}."):
-                continue
+        for name, module in beside_attention(layer, attention_name):
             inside = f"{name}." if name else ""
-            if is_experts(module):
-                parts = _experts(module, model_type, tp_rank, size)
-            else:
-                parts = _mlp(module, model_type, rows, tp_rank, size, holds_attention=not name)
+            parts = feed_forward_specs(module, model_type, rows, tp_rank, size, holds_attention=not name)
             found |= {inside + child: spec for child, spec in parts.items()}
         for name, parameter in layer.named_parameters():
             if name not in found and parameter.ndim > 1 and name.split(".")[-2] not in ROUTERS:

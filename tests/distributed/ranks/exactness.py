@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+from all_slices import all_slices
 from even_costs import even_costs
 from families import CONFIGS
 from torch import Tensor
@@ -150,7 +151,8 @@ def run_mesh(folder: Path, run: dict[str, Any], cases: list[dict[str, Any]], ans
         "megakv": {"context_parallel": {"size": cp, **run["section"]}, "offload": run.get("offload", {})},
     }
     try:
-        engine = megakv.init_inference(str(folder), config)
+        with all_slices(config["megakv"]):
+            engine = megakv.init_inference(str(folder), config)
     except ValueError as error:
         return str(error)
     with even_costs() if run.get("even_costs") else nullcontext():

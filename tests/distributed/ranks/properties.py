@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 import torch.distributed as dist
+from candidates import candidates
 from families import FAMILIES, llama
 from sessions import Plain
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
@@ -274,7 +275,7 @@ def refusals(context: Context) -> dict[str, Any]:
     return {"messages": messages, "alive": alive}
 
 
-CHECKS = [bf16_error, kv_memory, session_turns, rank_zero_decides, other_inputs, refusals]
+CHECKS = [bf16_error, kv_memory, session_turns, rank_zero_decides, other_inputs, refusals, candidates]
 
 
 def main() -> None:

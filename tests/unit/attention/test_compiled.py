@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakv.attention import backends, compiled
+from megakv.attention import backends, compiled, library
 from megakv.attention.reference import dense_attention
 
 TILE = 64
+SOURCE = library.SOURCES / "decode.cpp"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -116,14 +117,14 @@ def test_attention_goes_through_it(kernel, monkeypatch):
 
 def test_without_a_compiler_there_is_a_reason(tmp_path):
     with pytest.raises(FileNotFoundError, match="no-such-compiler"):
-        compiled._compiled(tmp_path, "no-such-compiler", compiled.FLAGS)
+        library.compiled(SOURCE, tmp_path, "no-such-compiler", library.FLAGS)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_what_does_not_compile_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="cannot compile .*decode.cpp: .*error"):
-        compiled._compiled(tmp_path, "c++", (*compiled.FLAGS, "-fno-such-flag"))
+        library.compiled(SOURCE, tmp_path, "c++", (*library.FLAGS, "-fno-such-flag"))
     assert not list(tmp_path.iterdir())
 
 
@@ -132,8 +133,13 @@ def test_pytorch_s_kernels_do_where_there_is_none(tmp_path):
         "import torch\n"
         "from megakv.attention.backends import attend_block\n"
         "from megakv.attention.compiled import load_kernel\n"
-        "kernel, reason = load_kernel()\n"
-        "assert kernel is None and 'no-such-compiler' in reason, reason\n"
+        "from megakv.attention.linear import load_linear\n"
+        "from megakv.attention.prefill import load_prefill\n"
+        "from megakv.injection.linears import rows_product\n"
+        "for kernel, reason in (load_kernel(), load_prefill(), load_linear()):\n"
+        "    assert kernel is None and 'no-such-compiler' in reason, reason\n"
+        "print(rows_product(torch.ones(1, 8), torch.ones(3, 8)).sum().item())\n"
+        "print(attend_block(torch.ones(2, 70, 8), torch.ones(1, 5, 8), torch.ones(1, 5, 8), 1.0)[0].sum().item())\n"
         "print(attend_block(torch.ones(2, 1, 8), torch.ones(1, 5, 8), torch.ones(1, 5, 8), 1.0)[0].sum().item())\n"
     )
     environment = {"PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "CXX": "no-such-compiler"}
@@ -142,7 +148,7 @@ def test_pytorch_s_kernels_do_where_there_is_none(tmp_path):
         timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split()[-1] == "16.0"
+    assert done.stdout.split()[-3:] == ["24.0", "1120.0", "16.0"]
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -137,6 +137,7 @@ def check_regimes(report: dict[str, Any]) -> None:
         (["--ranks", "3"], "--kv-heads 8: allowed: multiples of --ranks 3"),
         (["--ranks", "16"], "--ranks 16: allowed: up to --kv-heads 8"),
         (["--ranks", "2", "--sigma", "0"], "--sigma 0"),
+        (["--ranks", "2", "--profile-seconds", "0"], "--profile-seconds 0: regimes are predicted gains"),
         (["--ranks", "2", "--kept", "-1"], "--kept -1"),
         (["--ranks", "2", "--kept", "1000000"], "--kept 1000000, --layers 8 and --hidden 512 needs"),
         (["--ranks", "2", "--hidden", "65536"], "--kept 16384, --layers 8 and --hidden 65536 needs"),

@@ -1,6 +1,7 @@
 """A decoding step of ranks that meet in every layer, by hand."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,3 +55,12 @@ def test_passes_of_decoding_have_an_overhead_of_their_own() -> None:
     assert ttit_seconds(known, MODEL, work, "pass_q") - bare == pytest.approx(LAYERS * 3 * 1e-3)
     older = ideal(step_overhead_s={"pass_q": 1e-2})
     assert ttit_seconds(older, MODEL, work, "pass_q") - bare == pytest.approx(LAYERS * 3 * 1e-2)
+
+
+def test_every_tensor_parallel_rank_reads_the_whole_output_head() -> None:
+    """`megakv.weights.placement.plan` cuts layers alone."""
+    size, known = 4, ideal(matmul=MATMUL)
+    larger, more = replace(MODEL, vocab=VOCAB + 700), 700 * 64 * MATMUL.at(1)
+    workload = Workload((1,), (9000,), 1)
+    before, after = (ttit_seconds(known, model, workload, "pass_q", tp_size=size) for model in (MODEL, larger))
+    assert after - before == pytest.approx(more)

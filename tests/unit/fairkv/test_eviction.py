@@ -14,7 +14,7 @@ from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
 from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.notes import Notes
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.ragged_body import RaggedBody
 from megakv.laws import CombinationError
 from megakv.tensor_files import read_tensors, write_tensors
 from tests.families import FAMILIES, VOCAB

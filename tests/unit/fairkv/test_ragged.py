@@ -14,7 +14,7 @@ from megakv.attention.reference import dense_attention
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
 from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.ragged_body import RaggedBody
 
 DIM, VALUE_DIM = 16, 24
 

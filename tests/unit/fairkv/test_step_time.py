@@ -23,7 +23,7 @@ from megakv.fairkv.rank_memory import RankMemory
 from megakv.fairkv.splitting import split_heads, split_request
 from megakv.fairkv.step_time import fastest_layer, fastest_layers
 from megakv.launcher.command import main
-from tests.families import llama
+from tests.families import deepseek_v3, llama
 from tests.unit.fairkv.instances import RANDOM, skewed
 from tests.unit.fairkv.oracles import best_seconds
 
@@ -229,6 +229,7 @@ def test_times_of_other_ranks_or_another_model_are_refused() -> None:
 def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys: pytest.CaptureFixture[str]) -> None:
     config = llama()
     config.save_pretrained(tmp_path / "tiny")
+    deepseek_v3().save_pretrained(tmp_path / "latent")
     rows = skewed(config.num_hidden_layers, config.num_key_value_heads)
     profile = write_json("p.json", {"model": "x/tiny", "budgets": rows})
     out, png = tmp_path / "out.json", tmp_path / "gain.png"
@@ -245,6 +246,7 @@ def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys:
         ([*known, "--batch", "0"], "--batch 0: allowed: 1 or more"),
         ([*known[:2], "--hardware", "h900"], "--hardware = 'h900' is neither a file nor a known machine"),
         (["--objective", "time"], "objective = 'time' needs"),
+        (["--model", str(tmp_path / "latent"), *known[2:]], "allowed: a model that caches keys and values of heads"),
     ):
         assert main([*command, *words]) == 1
         assert message in capsys.readouterr().err

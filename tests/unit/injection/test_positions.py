@@ -27,6 +27,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         self.comm = SimpleNamespace(mesh=SimpleNamespace(cp_size=1, cp_rank=0))
+        self.planner = SimpleNamespace(may_slice=False)
         self.generation = None
         self.compressor = None
         self.replicas = None

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.ragged_body import RaggedBody
 from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.planner import Planner
 from tests.families import CONFIGS, FAMILIES

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.pages import RaggedBody
+from megakv.fairkv.ragged_body import RaggedBody
 from megakv.offload.bodies import PackedBody, TieredBody
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from megakv.tracking.machine import machine_info, version_info
-from megakv.tracking.measurements import Event, Traffic
+from megakv.tracking.measurements import CandidateCounts, Event, Traffic
+from megakv.tracking.overview import overview
 from megakv.tracking.report import RankReport, load_report, report_from_json, report_to_json
 from tests.unit.tracking.reports import random_report
 
@@ -36,6 +37,16 @@ def test_scalars_add_up_over_ranks(report):
     assert scalars["ttft_predicted_s/runahead"] == 0.5
     assert scalars["ttit_s/p50"] == scalars["ttit_s/p99"] == pytest.approx(report.ttit_s)
     assert scalars["prompt_tokens_per_s"] == pytest.approx(report.prompt_tokens / report.ttft_s)
+
+
+def test_candidates_are_counted_by_step(report):
+    assert "tokens_per_step" not in report.scalars() and "candidates" not in overview(report)
+    report.new_tokens, report.candidates = 30, CandidateCounts(steps=12, proposed=40, accepted=18)
+    scalars = report_from_json(report_to_json(report)).scalars()
+    assert scalars["tokens_per_step"] == 2.5 and scalars["accepted_share"] == 0.45
+    assert overview(report)["candidates"] == "2.50 tokens per step; 18 of 40 proposed tokens accepted"
+    report.candidates = CandidateCounts(steps=30, proposed=0, accepted=0)
+    assert report.scalars()["tokens_per_step"] == 1 and "accepted_share" not in report.scalars()
 
 
 def _without_versions(data):

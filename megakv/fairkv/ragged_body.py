@@ -146,7 +146,7 @@ class RaggedBody(Body):
         for column, tokens in enumerate(pair):
             table[:, column] = tokens.data_ptr() + self.index.bounds[:-1] * (tokens.shape[1] * tokens.element_size())
         table[:, 2], table[:, 4], table[:, 6] = self.counts, pair[0].shape[1], pair[1].shape[1]
-        return RunTable(table, np.arange(len(table) + 1))
+        return RunTable.of_each(table)
 
     @property
     def key_runs(self) -> KeyRuns:

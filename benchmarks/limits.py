@@ -1,0 +1,60 @@
+"""How near the kernels of prompts and decoding come to what the machine can do at all: its rates of matrix products and
+of reading memory; and what a token takes beside them, against plain transformers.
+
+Every part is a file of its own in the harness: it measures, and says what of it is the summary and what the pictures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from harness.launch import Rows, Summary, benchmark_alone
+from harness.options import DTYPES, Options
+
+PARTS = ("attention", "products", "around")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    options = Options(__doc__)
+    options.output()
+    options.add("--quick", False, "one length and one head dimension, 3 rounds: less than a minute")
+    options.names("--parts", PARTS, ",".join(PARTS), "what to measure")
+    options.add("--threads", 2, "cores that compute")
+    options.names("--dtypes", DTYPES, "fp32,bf16", "types of the inputs")
+    options.add("--matrix", 2048, "rows and columns of the matrices whose product is the rate to reach")
+    options.add("--repeats", {"": 7, "quick": 3}, "rounds of each case")
+    options.numbers("--keys", {"": "4K,8K,16K", "quick": "2K"}, "attention: tokens of the prompt")
+    options.numbers("--head-dims", {"": "64,128", "quick": "64"}, "attention: head dimensions")
+    options.numbers("--groups", "1,3,8", "attention: query heads that share a KV head")
+    options.add("--heads", 8, "attention: query heads, or the next multiple of the group below")
+    options.add("--weights-mb", {"": 256, "quick": 16}, "products: MiB of weights in a round, more than caches hold")
+    options.add("--context", {"": 7900, "quick": 500}, "around: cached tokens of the model of SmolLM2's shape")
+    arguments = options.parse(argv)
+    if arguments.groups[-1] > arguments.heads:
+        options.error(f"--heads {arguments.heads} is less than --groups {arguments.groups[-1]}")
+    return arguments
+
+
+def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
+    from harness import limits_around, limits_attention, limits_products
+    from harness.publish import show_summary
+
+    parts = {"attention": limits_attention, "products": limits_products, "around": limits_around}
+    rows: Rows = []
+    summary: Summary = {}
+    charts: list[Any] = []
+    for name in arguments.parts:
+        found = parts[name].measure(arguments)
+        own, drawn = parts[name].report(found)
+        rows += [{"part": name, **row} for row in found]
+        summary |= own
+        charts += drawn
+    show_summary(summary)
+    return rows, summary, charts
+
+
+if __name__ == "__main__":
+    sys.exit(benchmark_alone("limits", parse_arguments(), run))

@@ -1,0 +1,157 @@
+// Few rows times a weight, for processors: each weight is read once, in its type, as fast as memory gives it.
+//
+// Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
+
+#include <algorithm>
+#include <new>
+#include <omp.h>
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+// Rows of the weight that are read side by side.
+constexpr int64_t SIDE = 4;
+// Columns whose products are summed up in one running sum: more would cost digits.
+constexpr int64_t RUN = 128 * LANES;
+// Multiplications that are not worth a second thread.
+constexpr int64_t LEAST_WORK = 1 << 16;
+
+inline float rounded(float value, float) { return value; }
+
+inline uint32_t bits_of(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// To the nearest, and of two equally near to the even one.
+inline BFloat16 rounded(float value, BFloat16) {
+  const uint32_t bits = bits_of(value);
+  if (value != value) return {0x7fc0};
+  return {(uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+
+inline Float16 rounded(float value, Float16) {
+  const uint32_t bits = bits_of(value), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+  uint32_t found;
+  if (size >= 0x47800000) {
+    found = size > 0x7f800000 ? 0x7e00 : 0x7c00;
+  } else if (size < 0x38800000) {
+    // Subnormal: adding 0.5 leaves as many digits as there are.
+    float positive;
+    std::memcpy(&positive, &size, sizeof size);
+    found = bits_of(positive + 0.5f) - bits_of(0.5f);
+  } else {
+    found = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
+  }
+  return {(uint16_t)(sign | found)};
+}
+
+// The first lanes, and zeros for the others.
+template <class T> inline Floats load(const T* from, int64_t count) {
+  T lanes[LANES] = {};
+  std::memcpy(lanes, from, count * sizeof(T));
+  return load(lanes);
+}
+
+// total[r][i] = x[r] . weight[i] for R rows of x, `x_step` apart, and four of the weight, with so many columns; those of x
+// go on with zeros up to a multiple of LANES. Meanwhile fetches what lies `ahead` elements further on, if anything does.
+template <class T, int R>
+void multiply(const float* x, int64_t x_step, const T* const weight[SIDE], int64_t columns, int64_t ahead, Four total[R]) {
+  const int64_t whole = columns / LANES * LANES;
+  for (int r = 0; r < R; ++r) total[r] = Four{};
+  for (int64_t first = 0; first < whole; first += RUN) {
+    const int64_t last = std::min(first + RUN, whole);
+    Floats sum[R][SIDE] = {};
+    for (int64_t d = first; d < last; d += LANES) {
+      Floats each[SIDE];
+      for (int i = 0; i < SIDE; ++i) each[i] = load(weight[i] + d);
+      if (ahead && d * sizeof(T) % 64 == 0)
+        for (int i = 0; i < SIDE; ++i) __builtin_prefetch(weight[i] + ahead + d, 0, 2);
+      for (int r = 0; r < R; ++r) {
+        const Floats own = load(x + r * x_step + d);
+        for (int i = 0; i < SIDE; ++i) sum[r][i] += own * each[i];
+      }
+    }
+    for (int r = 0; r < R; ++r) total[r] += sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+  }
+  if (whole == columns) return;
+  Floats each[SIDE];
+  for (int i = 0; i < SIDE; ++i) each[i] = load(weight[i] + whole, columns - whole);
+  for (int r = 0; r < R; ++r) {
+    const Floats own = load(x + r * x_step + whole);
+    total[r] += sums(own * each[0], own * each[1], own * each[2], own * each[3]);
+  }
+}
+
+template <class T> struct Product {
+  const float* x;
+  int64_t x_step, rows, columns;
+  const T *weight, *bias;
+  int64_t step, outputs;  // elements from one row of the weight to the next; how many rows it has
+  T* out;
+
+  // Those of rows [begin, end) of the weight.
+  void compute(int64_t begin, int64_t end) const {
+    for (int64_t at = begin; at < end; at += SIDE) {
+      const T* side[SIDE];
+      // Beyond the last row that one is taken again.
+      for (int i = 0; i < SIDE; ++i) side[i] = weight + std::min(at + i, end - 1) * step;
+      int64_t ahead = at + 2 * SIDE <= end ? SIDE * step : 0;
+      for (int64_t row = 0; row < rows; ahead = 0) {
+        const int64_t left = rows - row;
+        if (left >= BLOCK_ROWS)
+          row += some<BLOCK_ROWS>(row, side, at, end, ahead);
+        else if (left >= 2)
+          row += some<2>(row, side, at, end, ahead);
+        else
+          row += some<1>(row, side, at, end, ahead);
+      }
+    }
+  }
+
+  template <int R> int some(int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+    Four total[R];
+    multiply<T, R>(x + row * x_step, x_step, side, columns, ahead, total);
+    for (int r = 0; r < R; ++r)
+      for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
+        out[(row + r) * outputs + i] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
+    return R;
+  }
+};
+
+}  // namespace
+
+// out [rows, outputs] = x [rows, columns] times the transpose of weight [outputs, columns], whose rows lie `step` elements
+// apart, plus bias [outputs] where there is one; all in the type (0 float32, 1 bfloat16, 2 float16), x and out contiguous.
+// Returns 0, or 1 if there is no memory for x in float32.
+extern "C" int megakv_product(int type, const void* x, int64_t rows, int64_t columns, const void* weight, int64_t step,
+                              int64_t outputs, const void* bias, int threads, void* out) {
+  const auto typed = [&](auto like) {
+    typedef decltype(like) T;
+    const int64_t x_step = (columns + LANES - 1) / LANES * LANES;
+    std::vector<float> wide(rows * x_step);
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t d = 0; d < columns; d += LANES) {
+        const Floats own = load((const T*)x + row * columns + d, std::min<int64_t>(LANES, columns - d));
+        std::memcpy(&wide[row * x_step + d], &own, sizeof own);
+      }
+    const Product<T> product{wide.data(), x_step, rows, columns, (const T*)weight, (const T*)bias, step, outputs, (T*)out};
+    const int64_t sides = (outputs + SIDE - 1) / SIDE;
+    const int64_t workers = rows * columns * outputs < LEAST_WORK ? 1 : std::min<int64_t>(threads, sides);
+    if (workers == 1) return product.compute(0, outputs);
+#pragma omp parallel for num_threads(workers) schedule(static, 1)
+    for (int64_t own = 0; own < workers; ++own)
+      product.compute(sides * own / workers * SIDE, std::min(outputs, sides * (own + 1) / workers * SIDE));
+  };
+  try {
+    if (type == 0) typed(float{});
+    if (type == 1) typed(BFloat16{});
+    if (type == 2) typed(Float16{});
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
+}

@@ -1,0 +1,75 @@
+// Products of small matrices of float32 that lie in the first cache.
+
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "vectors.h"
+
+namespace {
+
+// Rows and vectors of columns of a product that are in registers at a time.
+#if LANES == 16
+constexpr int ROWS = 6, COLUMNS = 4;
+#else
+constexpr int ROWS = 6, COLUMNS = 2;
+#endif
+
+// to[r][c] = keep[r] * to[r][c] + sum over i of a[r * a_row + i * a_next] * b[i * b_step + c] for R rows and C vectors.
+template <int R, int C, bool SCALED>
+inline void product(const float* a, int a_row, int a_next, const float* b, int b_step, int count, float* to,
+                    int to_step, const float* keep, bool fresh) {
+  Floats sum[R][C];
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) {
+      sum[r][c] = fresh ? Floats{} : load(to + r * to_step + c * LANES);
+      if (SCALED) sum[r][c] *= keep[r];
+    }
+  for (int i = 0; i < count; ++i) {
+    Floats value[C];
+    for (int c = 0; c < C; ++c) value[c] = load(b + (int64_t)i * b_step + c * LANES);
+    for (int r = 0; r < R; ++r) {
+      const float factor = a[r * a_row + i * a_next];
+      for (int c = 0; c < C; ++c) sum[r][c] += factor * value[c];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c) store(to + r * to_step + c * LANES, sum[r][c]);
+}
+
+template <int C, bool SCALED>
+inline void product_rows(int rows, const float* a, int a_row, int a_next, const float* b, int b_step, int count,
+                         float* to, int to_step, const float* keep, bool fresh) {
+  int r = 0;
+  for (; r + ROWS <= rows; r += ROWS)
+    product<ROWS, C, SCALED>(a + r * a_row, a_row, a_next, b, b_step, count, to + r * to_step, to_step, keep + r,
+                             fresh);
+  if (r + 4 <= rows) {
+    product<4, C, SCALED>(a + r * a_row, a_row, a_next, b, b_step, count, to + r * to_step, to_step, keep + r, fresh);
+    r += 4;
+  }
+  for (; r < rows; ++r)
+    product<1, C, SCALED>(a + r * a_row, a_row, a_next, b, b_step, count, to + r * to_step, to_step, keep + r, fresh);
+}
+
+// The same for any number of vectors of columns.
+template <bool SCALED>
+inline void multiply(int rows, int vectors, const float* a, int a_row, int a_next, const float* b, int b_step,
+                     int count, float* to, int to_step, const float* keep, bool fresh) {
+  for (int left = vectors; left;) {
+    const int parts = (left + COLUMNS - 1) / COLUMNS, now = (left + parts - 1) / parts;
+    const int first = (vectors - left) * LANES;
+    const auto call = [&](auto columns) {
+      product_rows<decltype(columns)::value, SCALED>(rows, a, a_row, a_next, b + first, b_step, count, to + first,
+                                                     to_step, keep, fresh);
+    };
+    if (now == 1) call(std::integral_constant<int, 1>{});
+    if (now == 2) call(std::integral_constant<int, 2>{});
+    if (now == 3) call(std::integral_constant<int, std::min(3, COLUMNS)>{});
+    if (now == 4) call(std::integral_constant<int, COLUMNS>{});
+    left -= now;
+  }
+}
+
+}  // namespace

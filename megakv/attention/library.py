@@ -1,0 +1,75 @@
+"""The C++ of this folder, compiled once for a machine and loaded by every process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from megakv.compat import extensions_folder
+
+SOURCES = Path(__file__).with_name("csrc")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
+VECTORS = {
+    "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+}
+"""Flags by what PyTorch found the processor capable of: a folder may be shared by machines that differ in that."""
+COMPILE_S = 120
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+"""What the kernels read, and how they are told so."""
+
+
+Kernel = TypeVar("Kernel")
+
+
+def load(name: str, make: Callable[[Path], Kernel], check: Callable[[Kernel], str]) -> tuple[Kernel | None, str]:
+    """What is made of a library, or None and why: it cannot be had, or `check` says what is wrong with its results."""
+    try:
+        kernel = make(library(name))
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, str(error)
+    problem = check(kernel)
+    return (None, problem) if problem else (kernel, "")
+
+
+def library(name: str) -> Path:
+    """The library made of a source, for this machine; an OSError or a SubprocessError says why it cannot be had."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    capability = torch.backends.cpu.get_cpu_capability()
+    flags = next((flags for name, flags in VECTORS.items() if capability.startswith(name)), ())
+    return compiled(SOURCES / f"{name}.cpp", extensions_folder() / "megakv", get_cxx_compiler(), (*FLAGS, *flags))
+
+
+def compiled(source: Path, folder: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+    """The library for these flags, from the folder if it is there."""
+    text = b"".join(path.read_bytes() for path in (source, *sorted(source.parent.glob("*.h"))))
+    identity = hashlib.sha256(repr((flags, platform.machine())).encode() + text).hexdigest()
+    path = folder / f"{source.stem}-{identity[:16]}.so"
+    if path.exists():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    # Several processes may compile at once: none waits for another, and none loads what is half written.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    os.close(handle)
+    try:
+        done = subprocess.run(
+            [compiler, *flags, str(source), "-o", name], capture_output=True, text=True, timeout=COMPILE_S, check=False
+        )
+        if done.returncode:
+            lines = [line for line in done.stderr.splitlines() if "error" in line] or [f"exit code {done.returncode}"]
+            raise OSError(f"{compiler} cannot compile {source}: {lines[0]}")
+        os.replace(name, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+    return path

@@ -1,0 +1,79 @@
+"""Few rows times a weight on processors, in C++: each weight is read once, as fast as memory gives it.
+
+PyTorch's product of one row with 16-bit weights reads them at a half to a third of that rate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megakv.attention.library import TYPES, load
+
+MAX_ROWS = 16
+"""Rows beyond which PyTorch's product is as fast (measured)."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class LinearKernel:
+    """Products of few rows, with as many threads as PyTorch uses in the calling one.
+
+    They are summed up in float32, and rounded once. An OSError says that the compiled library cannot be loaded.
+    """
+
+    def __init__(self, path: Path):
+        self._call = ctypes.CDLL(str(path)).megakv_product
+        number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        self._call.argtypes = [number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
+        self._call.restype = ctypes.c_int
+
+    @staticmethod
+    def computes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+        """Whether these are for it: it reads addresses, so what does not fit together must not come to it."""
+        plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.is_grad_enabled()
+        if not plain or x.device.type != "cpu" or weight.device.type != "cpu" or weight.dim() != 2:
+            return False
+        outputs, columns = weight.shape
+        fits = x.shape[-1] == columns and x.dtype == weight.dtype and x.dtype in TYPES and weight.stride(1) == 1
+        if bias is not None:
+            fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
+        return fits and 0 < x.numel() <= MAX_ROWS * columns
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`."""
+        outputs, columns = weight.shape
+        x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
+        failed = self._call(
+            TYPES[x.dtype], x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(), weight.stride(0), outputs,
+            None if bias is None else bias.data_ptr(), torch.get_num_threads(), out.data_ptr(),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError(f"no memory for {x.numel()} elements in float32")
+        return out
+
+
+@functools.cache
+def load_linear() -> tuple[LinearKernel | None, str]:
+    """The kernel, or None and why there is none; compiled, within seconds, if this machine does not have it yet."""
+    return load("linear", LinearKernel, _problem)
+
+
+def _problem(kernel: LinearKernel) -> str:
+    """What is wrong with its results on a small example; empty if nothing is."""
+    # Whatever device is the default one.
+    generator = torch.Generator("cpu").manual_seed(0)
+    for dtype, tolerance in TOLERANCE.items():
+        x, wide, bias = (
+            torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((7, 83), (21, 99), (21,))
+        )
+        weight = wide[:, 5:88]
+        expected = F.linear(x.double(), weight.double(), bias.double())
+        found = kernel(x, weight, bias).double()
+        if not torch.allclose(found, expected, rtol=tolerance, atol=tolerance):
+            return f"compiled, its products in {dtype} differ from the reference by more than {tolerance}"
+    return ""

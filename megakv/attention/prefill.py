@@ -1,0 +1,120 @@
+"""Attention of many query rows on processors, in C++.
+
+PyTorch's kernel wants 16-bit inputs turned into float32 in memory, and reaches half the rate of matrix products. This
+one computes in float32 too, so that no weight is rounded, but widens a tile of keys and values at a time in the cache.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megakv.attention.library import TYPES, load
+from megakv.attention.reference import Alibi, dense_attention, difference
+from megakv.attention.visibility import Slots
+
+TOLERANCE = 1e-5
+MOST_KEYS = 1 << 24
+"""Beyond these neither the distances of linear biases nor all keys' numbers are exact in float32."""
+
+
+PROBLEM = struct.Struct("@19q2d")
+"""What the C++ calls so: a `ctypes.Structure` would take as long as a small call."""
+
+
+class PrefillKernel:
+    """Any number of queries, with as many threads as PyTorch uses in the calling one.
+
+    An OSError says that the compiled library cannot be loaded.
+    """
+
+    def __init__(self, path: Path):
+        self._call = ctypes.CDLL(str(path)).megakv_prefill
+        pointer = ctypes.c_void_p
+        self._call.argtypes = [
+            ctypes.c_char_p, pointer, pointer, pointer, ctypes.c_int, pointer, pointer,
+        ]  # fmt: skip
+        self._call.restype = ctypes.c_int
+
+    @staticmethod
+    def computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> bool:
+        """Whether they fit together: it reads addresses, so what does not must not come to it."""
+        fits = q_HLD.dtype == k_KSD.dtype == v_KSD.dtype and q_HLD.shape[2] == k_KSD.shape[2]
+        return fits and q_HLD.dtype in TYPES and scale > 0 and k_KSD.shape[1] == v_KSD.shape[1] <= MOST_KEYS
+
+    def __call__(
+        self,
+        q_HLD: Tensor,
+        k_KSD: Tensor,
+        v_KSD: Tensor,
+        scale: float,
+        *,
+        causal: bool = False,
+        ranges: tuple[Slots, Slots] | None = None,
+        softcap: float | None = None,
+        alibi: Alibi | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, float32, of what it `computes`.
+
+        Row i sees the keys from the first of the `ranges` to before the second one, at i; without them those up to
+        its own, if `causal`, or all.
+        """
+        # A token's elements lie side by side.
+        q, k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (q_HLD, k_KSD, v_KSD))
+        (heads, rows, dim), (kv_heads, keys, value_dim) = q.shape, v.shape
+        bias = () if alibi is None else (alibi.slopes_H.float(), alibi.q_slots_L, alibi.k_positions_S)
+        # Held until the call is over.
+        held = [x.contiguous() for x in bias]
+        problem = PROBLEM.pack(
+            TYPES[q.dtype], kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
+            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], causal,
+            *((0, 0) if ranges is None else (each.ctypes.data for each in ranges)),
+            *((x.data_ptr() for x in held) if held else (0, 0, 0)),
+            scale, softcap or 0.0,
+        )  # fmt: skip
+        out = torch.empty((rows, heads, value_dim), dtype=torch.float32, device="cpu")
+        lse = torch.empty((rows, heads), dtype=torch.float32, device="cpu")
+        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if self._call(problem, *pointers, torch.get_num_threads(), out.data_ptr(), lse.data_ptr()):
+            raise MemoryError(f"no memory for tiles of attention with head dimensions {dim} and {value_dim}")
+        return out.transpose(0, 1), lse.t()
+
+
+@functools.cache
+def load_prefill() -> tuple[PrefillKernel | None, str]:
+    """The kernel, or None and why there is none; compiled, within seconds, if this machine does not have it yet."""
+    return load("prefill", PrefillKernel, _problem)
+
+
+def _problem(kernel: PrefillKernel) -> str:
+    """What is wrong with its results on a small example; empty if nothing is."""
+    # Whatever device is the default one.
+    generator = torch.Generator("cpu").manual_seed(0)
+    shapes = (6, 83, 75), (2, 150, 75), (2, 150, 70)
+    high = torch.arange(60, 143, device="cpu")
+    low = (high - 100).clamp(min=0)
+    keys = torch.arange(150, device="cpu")
+    triangle = keys <= torch.arange(83, device="cpu")[:, None]
+    visible = (keys >= low[:, None]) & (keys < high[:, None])
+    alibi = Alibi(torch.rand(6, generator=generator, device="cpu"), high, keys)
+    bias = alibi.slopes_H[:, None, None] * (keys - high[:, None])
+    for dtype in TYPES:
+        q, k, v = (torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in shapes)
+        ranges = low.numpy(), high.numpy()
+        results = (
+            (kernel(q, k, v, 0.1), dense_attention(q, k, v, 0.1)),
+            (kernel(q, k, v, 0.1, causal=True), dense_attention(q, k, v, 0.1, visible_LS=triangle)),
+            (
+                kernel(q, k, v, 0.1, ranges=ranges, softcap=2.0, alibi=alibi),
+                dense_attention(q, k, v, 0.1, visible_LS=visible, softcap=2.0, bias_HLS=bias),
+            ),
+        )
+        for found, expected in results:
+            if problem := difference(found, expected, TOLERANCE):
+                return f"compiled, {problem} for {dtype}"
+    return ""

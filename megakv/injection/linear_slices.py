@@ -1,0 +1,328 @@
+"""Decoding as tensor parallelism over the context-parallel ranks, without more memory.
+
+Every context-parallel rank holds all weights of its tensor-parallel shard. Where few rows are computed, and every rank
+has them all, a rank multiplies them with its slice of each weight alone, a view of what it holds: a step then reads
+every weight once over all ranks, instead of once on each.
+
+- Queries, keys and values: a rank computes a run of the rows of their weights, one behind the other, wherever heads
+  begin; one message gathers them. The output projection: a run of its columns; one message sums what ranks have.
+- Feed-forward: runs of the width, as tensor parallelism cuts it (`megakv.weights.placement`); one sum at its end.
+- The output head: runs of the vocabulary, over all ranks of the mesh; the logits are gathered.
+
+What is not known to be right when cut is computed whole, as are norms and routers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from megakv.distributed.comm import Communicator, Over
+from megakv.forward_pass import ForwardPass
+from megakv.injection.linears import FewRowsForward, FewRowsLinears, few_rows, rows_product
+from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention
+from megakv.weights.placement.plan import (
+    beside_attention,
+    decoder_layers,
+    feed_forward_specs,
+    is_experts,
+    row_parallel_names,
+)
+from megakv.weights.placement.slices import Ranges, SliceSpec, split_width
+from megakv.weights.tensor_parallel import RowParallelLinear
+
+Current = Callable[[], ForwardPass | None]
+Pays = Callable[[dict[str, int]], dict[str, bool]]
+"""By kind of linears, ``inputs`` and ``outputs`` of attention and ``feed_forward``: the bytes of weights that a rank is
+spared in a layer, and whether that takes more time than a message. All ranks hear the same."""
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
+    own = few_rows(x) and weight.stride(-1) == 1
+    return rows_product(x, weight, bias) if own else F.linear(x, weight, bias)
+
+
+def _cut(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) -> Tensor:
+    """The outputs of some runs of a weight's rows, one behind the other."""
+    parts = [product(x, weight[a:b], None if bias is None else bias[a:b]) for a, b in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class GatheredRows:
+    """Linears of one input, whose rows one behind the other are cut into as many runs as a group has ranks.
+
+    Whoever is called first with an input computes for all; the others are called with the very same one, or compute
+    whole.
+    """
+
+    def __init__(
+        self, linears: Sequence[nn.Linear], comm: Communicator, over: Over, rank: int, size: int, layer: int | None
+    ):
+        self._linears, self._comm, self._over, self._layer = linears, comm, over, layer
+        self._operation = "linear_gather"
+        rows = [linear.weight.shape[0] for linear in linears]
+        runs = [split_width(sum(rows), size, part) for part in range(size)]
+        self._rows, self._widths = rows, [stop - start for start, stop in runs]
+        self._own: list[tuple[nn.Linear, int, int]] = []
+        first, (start, stop) = 0, runs[rank]
+        for linear, count in zip(linears, rows, strict=True):
+            a, b = max(start - first, 0), min(stop - first, count)
+            if a < b:
+                self._own.append((linear, a, b))
+            first += count
+        self._x: Tensor | None = None
+        self._found: dict[int, Tensor] = {}
+
+    def output(self, linear: nn.Linear, x: Tensor) -> Tensor | None:
+        """That of one of the linears; None where it was not computed with the others of this input."""
+        if linear is self._linears[0]:
+            self._x, self._found = x, self._computed(x)
+        found = self._found.pop(id(linear), None) if x is self._x else None
+        if not self._found:
+            self._x = None
+        return found
+
+    def _computed(self, x: Tensor) -> dict[int, Tensor]:
+        parts = [
+            product(x, linear.weight[a:b], None if linear.bias is None else linear.bias[a:b])
+            for linear, a, b in self._own
+        ]
+        own = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        if (missing := max(self._widths) - own.shape[-1]) > 0:
+            own = F.pad(own, (0, missing))
+        gathered = self._comm.all_gather(own, self._over, operation=self._operation, layer=self._layer)
+        whole = torch.cat([part[..., :width] for part, width in zip(gathered, self._widths, strict=True)], dim=-1)
+        outputs = whole.split(self._rows, dim=-1)
+        return {id(linear): out.contiguous() for linear, out in zip(self._linears, outputs, strict=True)}
+
+
+class SummedColumns:
+    """A linear of which a rank computes a run of columns: the outputs are summed, and a bias is added to the sum.
+
+    Its input is whole, or that run of it alone. The sum goes over tensor-parallel ranks too, where it is spread there.
+    """
+
+    def __init__(self, linear: nn.Linear, columns: tuple[int, int], comm: Communicator, layer: int):
+        self._linear, self._columns, self._comm, self._layer = linear, columns, comm, layer
+        self._over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
+
+    def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """``[..., in]`` to ``[..., out]``."""
+        start, stop = self._columns
+        x = x[..., start:stop] if x.shape[-1] == linear.weight.shape[1] else x
+        own = product(x, linear.weight[:, start:stop])
+        out = self._comm.sum_in_order(own, self._over, operation="linear_sum", layer=self._layer)
+        return out if linear.bias is None else (out + linear.bias).to(out.dtype)
+
+
+class KeptRows:
+    """A linear of which a rank computes some rows, which go on alone."""
+
+    def __init__(self, ranges: Ranges):
+        self._ranges = ranges
+
+    def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
+        """``[..., in]`` to the outputs of those rows."""
+        return _cut(x, linear.weight, linear.bias, self._ranges)
+
+
+class SlicedExperts:
+    """In the place of the `forward` of a module with all experts of a layer: a rank has a run of each one's width."""
+
+    def __init__(
+        self, module: nn.Module, specs: dict[str, SliceSpec], comm: Communicator, layer: int, active: Callable[[], bool]
+    ):
+        self.experts: Any = module
+        self._comm, self._layer, self._active = comm, layer, active
+        self._rows, self._columns = specs["gate_up_proj"].ranges, specs["down_proj"].ranges
+        self.before = module.forward
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[L, h]`` to the same, by the experts ``[L, k]`` of every token and how much each of them counts."""
+        if not self._active():
+            return self.before(hidden_states, top_k_index, top_k_weights)
+        experts, chosen, each = self.experts, top_k_index.reshape(-1), top_k_index.shape[-1]
+        counts = torch.bincount(chosen, minlength=len(experts.down_proj)).tolist()
+        found = hidden_states.new_empty(len(chosen), hidden_states.shape[-1])
+        assert self._rows is not None and self._columns is not None
+        ((start, stop),) = self._columns
+        for expert, places in enumerate(chosen.argsort(stable=True).split(counts)):
+            if len(places):
+                up, up_bias = self._weight("gate_up_proj", expert)
+                down, down_bias = self._weight("down_proj", expert)
+                inner = experts._apply_gate(_cut(hidden_states[places // each], up, up_bias, self._rows))
+                out = product(inner, down[:, start:stop])
+                # Added once.
+                found[places] = out if down_bias is None or self._comm.mesh.cp_rank else out + down_bias
+        weighted = found * top_k_weights.reshape(-1, 1)
+        out = weighted.unflatten(0, (-1, each)).sum(1).to(found.dtype)
+        return self._comm.sum_in_order(out, "cp", operation="linear_sum", layer=self._layer)
+
+    def _weight(self, name: str, expert: int) -> tuple[Tensor, Tensor | None]:
+        weight, bias = getattr(self.experts, name)[expert], getattr(self.experts, f"{name}_bias", None)
+        return weight.t() if self.experts.is_transposed else weight, None if bias is None else bias[expert]
+
+
+class LinearSlices:
+    """Slices of a model's linears for the passes of which `current` says that they go by them, until `remove`.
+
+    `pays` says whether to cut the projections around attention, which takes a message for each of the two places; the
+    feed-forward and the output head are cut in any case, and `gains` says whether that pays. `whole` names what is
+    computed whole on every rank, and why. Every rank must make them.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, linears: FewRowsLinears, comm: Communicator, *, current: Current, pays: Pays
+    ):
+        self.whole: dict[str, str] = {}
+        self._comm, self._current = comm, current
+        self._forwards = {id(forward.linear): forward for forward in linears.forwards}
+        self._experts: list[SlicedExperts] = []
+        self._rank, self._size = comm.mesh.cp_rank, comm.mesh.cp_size
+        self._spared = dict.fromkeys(("inputs", "outputs", "feed_forward"), 0)
+        self._inputs: list[tuple[int, list[Any]]] = []
+        self._outputs: list[tuple[int, Any]] = []
+        model_type, count = model.config.get_text_config().model_type, 1
+        self._cut_head(model.get_output_embeddings())
+        try:
+            layers, rows = decoder_layers(model)[1], row_parallel_names(model)
+        except ValueError as error:
+            self.whole["decoder layers"] = str(error)
+        else:
+            count = len(layers)
+            for index, layer in enumerate(layers):
+                self._cut_layer(index, layer, model_type, rows)
+        # One answer for all layers and ranks: they meet in each.
+        found = pays({kind: nbytes // count for kind, nbytes in self._spared.items()})
+        self.gains = found["feed_forward"]
+        if found["inputs"]:
+            for index, linears_in in self._inputs:
+                group = GatheredRows(linears_in, comm, "cp", self._rank, self._size, index)
+                self._install(linears_in, group)
+        if found["outputs"]:
+            for index, linear in self._outputs:
+                self._install([linear], SummedColumns(linear, self._columns(linear), comm, index))
+
+    def remove(self) -> None:
+        """Give experts their own `forward` back. Linears forget their slices when `FewRowsLinears` goes."""
+        for experts in self._experts:
+            del experts.experts.forward
+
+    def _active(self) -> bool:
+        step = self._current()
+        return step is not None and step.slices and not step.recomputing
+
+    def _cut_layer(self, index: int, layer: nn.Module, model_type: str, rows: frozenset[str]) -> None:
+        try:
+            name, attention = find_attention(layer, model_type)
+        except ValueError as error:
+            self.whole["attention and feed-forward"] = str(error)
+            return
+        self._find_projections(index, attention)
+        mixed = any(isinstance(module, nn.ModuleList) for module in layer.modules())
+        for inner, module in beside_attention(layer, name):
+            try:
+                specs = feed_forward_specs(module, model_type, rows, self._rank, self._size, holds_attention=not inner)
+            except ValueError as error:
+                self.whole["feed-forward"] = str(error)
+                continue
+            if is_experts(module):
+                self._cut_experts(index, module, specs)
+            elif mixed and specs:
+                self.whole["feed-forward"] = "tokens are sent to experts that are modules of their own"
+            elif specs:
+                self._cut_linears(index, module, specs)
+
+    def _find_projections(self, index: int, attention: nn.Module) -> None:
+        children = {name: child for name, child in attention.named_children() if isinstance(child, nn.Linear)}
+        inputs = [children[name] for name in (*SEPARATE, *FUSED) if name in children]
+        if LATENT in children:
+            self.whole["queries, keys and values"] = "latents are made in several steps"
+        elif not self._known(inputs):
+            self.whole["queries, keys and values"] = "their linears are not plain ones"
+        else:
+            self._inputs.append((index, inputs))
+            self._spare("inputs", *(linear.weight for linear in inputs))
+        output = next(children[name] for name in OUTPUTS if name in children)
+        if self._known([output]):
+            self._outputs.append((index, output))
+            self._spare("outputs", output.weight)
+        else:
+            self.whole["output projections"] = "they are not plain linears"
+
+    def _cut_linears(self, index: int, module: nn.Module, specs: dict[str, SliceSpec]) -> None:
+        cut = {
+            name.rpartition(".")[0]: spec
+            for name, spec in specs.items()
+            if name.endswith(".weight") and spec.ranges is not None
+        }
+        linears: list[Any] = [module.get_submodule(name) for name in cut]
+        if not self._known(linears):
+            if linears:
+                self.whole["feed-forward"] = "its linears are not plain ones"
+            return
+        self._spare("feed_forward", *(linear.weight for linear in linears))
+        for linear, spec in zip(linears, cut.values(), strict=True):
+            assert spec.ranges is not None
+            part: Any = KeptRows(spec.ranges)
+            if spec.dim == 1:
+                part = SummedColumns(linear, spec.ranges[0], self._comm, index)
+            self._install([linear], part)
+
+    def _cut_experts(self, index: int, module: nn.Module, specs: dict[str, SliceSpec]) -> None:
+        if "forward" in vars(module):
+            self.whole["experts"] = "they are computed in another way"
+            return
+        sliced: Any = SlicedExperts(module, specs, self._comm, index, self._active)
+        module.forward = sliced
+        self._experts.append(sliced)
+        # A token goes to one of them at least.
+        self._spare("feed_forward", sliced.experts.gate_up_proj[0], sliced.experts.down_proj[0])
+
+    def _cut_head(self, head: Any) -> None:
+        mesh = self._comm.mesh
+        if not self._known([head]) or head.weight.shape[0] < mesh.world_size:
+            self.whole["output head"] = "it is not a plain linear"
+            return
+        # All ranks have it whole.
+        self._install([head], GatheredRows([head], self._comm, "world", mesh.rank, mesh.world_size, None), last=True)
+
+    def _columns(self, linear: nn.Linear) -> tuple[int, int]:
+        """This rank's run of columns; ranks beyond their number have none."""
+        width = linear.weight.shape[1]
+        if width >= self._size:
+            return split_width(width, self._size, self._rank)
+        return min(self._rank, width), min(self._rank + 1, width)
+
+    def _known(self, linears: Sequence[Any]) -> bool:
+        return bool(linears) and all(id(linear) in self._forwards for linear in linears)
+
+    def _spare(self, kind: str, *weights: Tensor) -> None:
+        nbytes = sum(weight.nbytes for weight in weights)
+        self._spared[kind] += nbytes - nbytes // self._size
+
+    def _install(self, linears: Sequence[Any], part: Any, *, last: bool = False) -> None:
+        for linear in linears:
+            forward: FewRowsForward = self._forwards[id(linear)]
+            forward.sliced = _Sliced(linear, part, self._active, self._current if last else None)
+
+
+class _Sliced:
+    """One linear's part in passes that go by slices; None in others."""
+
+    def __init__(self, linear: nn.Linear, part: Any, active: Callable[[], bool], head: Current | None):
+        self._linear, self._part, self._active, self._head = linear, part, active, head
+
+    def __call__(self, x: Tensor) -> Tensor | None:
+        if not self._active():
+            return None
+        out: Tensor | None = self._part.output(self._linear, x)
+        if self._head is not None and (step := self._head()) is not None:
+            step.gathered_logits = out
+        return out

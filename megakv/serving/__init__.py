@@ -1,0 +1,1 @@
+"""Requests of many, served by one sharded engine."""

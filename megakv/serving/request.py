@@ -1,0 +1,71 @@
+"""What is asked of a served model, and what comes back while it is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's next tokens are chosen from their logits; of temperature 0 the most likely one."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """So many of a prompt's tokens were found in the prefix store, and so many are read by now, these included."""
+
+    cached: int
+    read: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Token:
+    """The next token of an answer; where they were asked for, its log probability and the likeliest ones'."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """No more tokens come. `why` is "error" where the message says what failed."""
+
+    why: Literal["stop", "length", "cancelled", "error"]
+    message: str = ""
+
+
+Event = Progress | Token | Finished
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One answer to one prompt.
+
+    `sink` is called for every event, in the order of events, by the thread that computes: it must return at once.
+    Those of higher `priority` are admitted first, and among equals `user`s take turns. After a token of `stop_ids`,
+    which is given out, the answer ends.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sink: Callable[[Event], None]
+    sampling: Sampling = Sampling()
+    stop_ids: frozenset[int] = frozenset()
+    logprobs: int | None = None
+    priority: int = 0
+    user: str = ""

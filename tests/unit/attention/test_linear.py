@@ -1,0 +1,104 @@
+"""The compiled product of few rows against float64, PyTorch's own, and what it leaves to that."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from megakv.attention.linear import MAX_ROWS, load_linear
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def kernel():
+    found, reason = load_linear()
+    if found is None:
+        pytest.skip(f"no compiled kernel: {reason}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def random_weight(outputs, columns, dtype):
+    """One of its own, or some rows or columns of a larger one."""
+    whole = torch.randn(outputs + 9, columns + 11).to(dtype)
+    row, column = torch.randint(9, (2,)).tolist()
+    views = (
+        whole[:outputs, :columns].clone(),
+        whole[row : row + outputs, :columns],
+        whole[:outputs, column : column + columns],
+    )
+    return views[int(torch.randint(3, ()))]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_at_least_as_exact_as_pytorch_s(kernel, dtype, threads):
+    own, torchs = [], []
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        for _ in range(60):
+            rows, columns, outputs = (int(torch.randint(1, most, ())) for most in (MAX_ROWS + 1, 700, 300))
+            shape = (1, rows, columns) if rows % 2 else (rows, columns)
+            x, weight = torch.randn(shape).to(dtype), random_weight(outputs, columns, dtype)
+            bias = torch.randn(outputs).to(dtype) if torch.rand(()) < 0.5 else None
+            assert kernel.computes(x, weight, bias)
+            found = pool.submit(kernel, x, weight, bias).result()
+            assert (found.dtype, found.shape) == (dtype, (*shape[:-1], outputs))
+            expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            for errors, result in ((own, found), (torchs, F.linear(x, weight, bias))):
+                errors.append((result.double() - expected).square().flatten())
+            size = x.double().abs() @ weight.double().abs().t() + 1
+            assert ((found.double() - expected).abs() <= torch.finfo(dtype).eps * size).all()
+    assert torch.cat(own).mean().sqrt() <= 1.05 * torch.cat(torchs).mean().sqrt()
+
+
+def test_long_sums_lose_no_digits(kernel):
+    x, weight = torch.rand(3, 100_003), torch.rand(5, 100_003)
+    expected = x.double() @ weight.double().t()
+    assert ((kernel(x, weight).double() - expected) / expected).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_rounded_as_pytorch_rounds(kernel, dtype):
+    # Numbers of all sizes, ties, infinities and what is none; one product each, so that nothing but rounding counts.
+    bits = torch.cat((torch.randint(-(2**31), 2**31 - 1, (4000,)), torch.arange(-2000, 2000) * 2**15 + 0x3F808000))
+    some = bits.to(torch.int32).view(torch.float32)
+    special = torch.tensor([0.0, -0.0, 1e-8, 6e-8, 65504.0, 65520.0, 3.4e38, torch.inf, -torch.inf, torch.nan])
+    weight = torch.cat((some, some * 2.0**-112, some * 2.0**-20, special)).to(dtype)[:, None]
+    x = torch.tensor([[1.0], [1.0 + 2**-7], [3.0**-9]]).to(dtype)
+    expected = (x.float() @ weight.float().t()).to(dtype)
+    found = kernel(x, weight)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
+
+
+def test_what_it_does_not_compute(kernel):
+    x, weight = torch.randn(2, 8), torch.randn(5, 8)
+    assert kernel.computes(x, weight, None)
+    assert kernel.computes(x, nn.Parameter(weight), torch.randn(5))
+    for other in (
+        (torch.randn(MAX_ROWS + 1, 8), weight, None),
+        (x[:0], weight, None),
+        (x.bfloat16(), weight, None),
+        (x.double(), weight.double(), None),
+        (x, torch.randn(8, 5).t(), None),
+        (x, torch.randn(5, 7), None),
+        (x, weight, torch.randn(4)),
+        (x, weight, torch.randn(5).half()),
+        (x, weight.to("meta"), None),
+    ):
+        assert not kernel.computes(*other)
+    with torch.enable_grad():
+        assert not kernel.computes(x, weight, None)
+
+
+def test_rows_of_any_strides(kernel):
+    x, weight = torch.randn(7, 40, dtype=torch.float32), torch.randn(9, 40)
+    torch.testing.assert_close(kernel(x.t().contiguous().t()[::2], weight), F.linear(x[::2], weight))

@@ -1,0 +1,50 @@
+"""Linears on passes of few rows: the same results, and everything is given back."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from megakv.injection import linears
+from megakv.injection.linears import FewRowsLinears
+from tests.families import FAMILIES
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt_neox", "mixtral", "phi3"])
+def test_results_are_the_model_s_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32).eval()
+    few, many = torch.randint(3, 100, (1, 5)), torch.randint(3, 100, (1, linears.FEW_ROWS + 1))
+    with torch.no_grad():
+        whole = [model(ids).logits for ids in (few, many)]
+        seen: list[tuple[int, ...]] = []
+
+        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+            seen.append(tuple(weight.shape))
+            return nn.functional.linear(x, weight, bias)
+
+        monkeypatch.setattr(linears, "rows_product", product)
+        monkeypatch.setattr(linears, "LEAST_WEIGHT", 0)
+        installed = FewRowsLinears(model)
+        assert torch.equal(model(few).logits, whole[0])
+        assert len(seen) == len(installed.forwards)
+        assert tuple(model.get_output_embeddings().weight.shape) in seen
+        seen.clear()
+        assert torch.equal(model(many).logits, whole[1])
+        assert not seen
+        installed.remove()
+        assert torch.equal(model(few).logits, whole[0])
+    assert not seen
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_what_was_replaced_before_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "LEAST_WEIGHT", 0)
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), dtype=torch.float32).eval()
+    own = model.model.layers[0].mlp.down_proj
+    own.forward = lambda x: x.new_zeros((*x.shape[:-1], own.out_features))
+    replaced = own.forward
+    installed = FewRowsLinears(model)
+    assert own.forward is replaced
+    installed.remove()
+    assert own.forward is replaced
