@@ -159,8 +159,9 @@ def run_job(
     if arguments.compare and first:
         equal = plain_turns(model, engine, asked, options, arguments.seed)
         answers = [replace(answer, tokens_equal=same) for answer, same in zip(answers, equal, strict=True)]
-    report = reports[0]
-    report.answers, report.tokens_equal = answers, _all_equal(answers)
+    for turn, given in zip(reports, answers, strict=True):
+        turn.answers, turn.tokens_equal = [given], given.tokens_equal
+    report = replace(reports[0], answers=answers, tokens_equal=_all_equal(answers))
     report.settings = {name: value for name, value in vars(arguments).items() if value is not None}
     if first:
         engine.tracker.log_report(report)
