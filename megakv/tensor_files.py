@@ -41,6 +41,13 @@ class StreamedTensor:
         """One that is there: ``[K, n, D]`` goes head by head."""
         return cls(tuple(tensor.shape), tensor.dtype, tensor.unbind if tensor.dim() > 2 else lambda: (tensor,))
 
+    @classmethod
+    def joined(cls, runs: Sequence[Tensor]) -> StreamedTensor:
+        """One ``[K, n, D]`` whose rows lie in several such."""
+        heads, _, width = runs[0].shape
+        shape = heads, sum(run.shape[1] for run in runs), width
+        return cls(shape, runs[0].dtype, lambda: (run[head] for head in range(heads) for run in runs))
+
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize

@@ -180,12 +180,10 @@ class AttentionCall:
 
     def cached_parts(self) -> Iterator[Part]:
         """What this rank held before the pass. The store must hold the new tokens, or places for them."""
-        stored = self.layout.stored[self.rank]
         for part in self.parts:
             if isinstance(part, KVPart):
                 # New rows come last, and are dense: compression follows attention.
-                run = stored.run(part.sequence)
-                rows = slice(0, len(part.slots) - (run.stop - run.start))
+                rows = slice(0, int(np.searchsorted(part.slots, self.layout.first_slots[part.sequence])))
                 if rows.stop:
                     keys, values = part.k_KSD[:, rows], part.v_KSD[:, rows]
                     yield KVPart(part.sequence, keys, values, part.slots[rows], part.positions[rows])

@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -52,14 +53,21 @@ class KVFormat(MessageFormat):
         super().__init__(tokens, self._heads * sum(self._dims) * self._dtype.itemsize)
 
     def pack(self, content: Iterable[KVPart], buffer: Tensor) -> None:
-        """Write parts into a message buffer, sequences ascending."""
+        """Write parts into a message buffer, sequences ascending; those of one sequence as one, in their order."""
         rows, start = buffer.view(self._dtype), 0
-        for part in content:
-            for tensor, dim in zip((part.k_KSD, part.v_KSD), self._dims, strict=True):
-                shape = (self._heads, len(part.slots), dim)
-                assert (tensor.shape, tensor.dtype) == (shape, self._dtype), "keys and values of another shape or type"
-                rows[start : start + tensor.numel()].view(shape).copy_(tensor)
-                start += tensor.numel()
+        for _, group in groupby(content, lambda part: part.sequence):
+            parts = list(group)
+            count = sum(len(part.slots) for part in parts)
+            for name, dim in zip(("k_KSD", "v_KSD"), self._dims, strict=True):
+                numel, first = self._heads * count * dim, 0
+                place = rows[start : start + numel].view(self._heads, count, dim)
+                for part in parts:
+                    tensor, last = getattr(part, name), first + len(part.slots)
+                    shape = (self._heads, last - first, dim)
+                    assert (tensor.shape, tensor.dtype) == (shape, self._dtype), "keys or values of another kind"
+                    place[:, first:last] = tensor
+                    first = last
+                start += numel
         assert start == rows.numel(), "parts of other tokens than the message's"
 
     def unpack(self, index: int, buffer: Tensor) -> list[KVPart]:

@@ -2,116 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
+from megakv.cache.segments import SegmentedRows
 from megakv.cache.store import KVStore, Pair
 
-GROWTH_DIVISOR = 32
-"""A full buffer grows by this fraction of its length, so unused capacity stays near 3%."""
 GROWTH_MINIMUM = 16
-WINDOW_GROWTH_DIVISOR = 64
-"""Where rows are left behind, it grows by that fraction: with those of a window's margin, all are within 5%."""
-SPARE_DIVISOR = 30
-"""Rows that were left behind go at once where they, with unused capacity, are more than this fraction of the others.
-Below that they go when the buffer is full, as in every step of decoding."""
-SPARE_MINIMUM = 2
-
-
-class _GrowingRows:
-    """Rows of keys ``[K, n, D]`` and values ``[K, n, Dv]``: sized exactly at first, then grown by a small fraction.
-
-    `length` counts all rows, the first `gone` ones that are not held any more included. Forks share buffers until
-    either is appended to.
-    """
-
-    def __init__(self, buffers: Pair, length: int, least_growth: int, gone: int = 0):
-        self._buffers = buffers
-        self._capacity = buffers[0].shape[1]
-        self._least_growth = least_growth
-        self._shared = False
-        # Which row the buffers begin with.
-        self._first = gone
-        self.length, self.gone = length, gone
-
-    def extend(self, rows: int) -> Pair:
-        """Places of more rows, not written yet."""
-        before, needed = self.length - self._first, self.length + rows - self._first
-        if needed > self._capacity or self._shared:
-            needed = self.length + rows - self.gone
-            growth = max(1, needed // WINDOW_GROWTH_DIVISOR) if self.gone else self._usual_growth(needed)
-            self._move(needed + growth if before else needed)
-            before = self.length - self._first
-        self.length += rows
-        keys, values = self._buffers
-        return keys[:, before : before + rows], values[:, before : before + rows]
-
-    def _usual_growth(self, needed: int) -> int:
-        return max(self._least_growth, needed // GROWTH_DIVISOR)
-
-    def forget(self, rows: int) -> None:
-        """The first rows are not needed any more."""
-        self.gone = max(self.gone, min(rows, self.length))
-        held = self.length - self.gone
-        if SPARE_DIVISOR * (self._capacity - held - SPARE_MINIMUM) > held and self.gone > self._first:
-            self._move(held)
-
-    def truncate(self, length: int) -> None:
-        self.length, self.gone = length, min(self.gone, length)
-        # A cut after a failure must not need more memory than it frees.
-        if length < self._first or 2 * (length - self._first) < self._capacity:
-            self._move(self.length - self.gone)
-
-    def trim(self) -> None:
-        """Hold no spare rows."""
-        if self.length - self.gone < self._capacity:
-            self._move(self.length - self.gone)
-
-    def _move(self, capacity: int) -> None:
-        """To buffers of one's own."""
-        keys, values = (each.new_empty((each.shape[0], capacity, each.shape[2])) for each in self._buffers)
-        for moved, rows in zip((keys, values), self.view(), strict=True):
-            moved[:, : rows.shape[1]] = rows
-        self._buffers, self._capacity, self._shared, self._first = (keys, values), capacity, False, self.gone
-
-    def view(self) -> Pair:
-        keys, values = self._buffers
-        held = slice(self.gone - self._first, self.length - self._first)
-        return keys[:, held], values[:, held]
-
-    def fork(self) -> _GrowingRows:
-        twin = _GrowingRows(self._buffers, self.length, self._least_growth, self.gone)
-        twin._first = self._first
-        self._shared = twin._shared = True
-        return twin
-
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._buffers)
+"""Rows that a full buffer grows by at least."""
 
 
 class DenseStore(KVStore):
-    """One growing buffer per sequence for keys and one for values.
+    """Rows of each sequence in segments, which forks share, and a tail that grows.
 
     `least_growth` are the rows that a full buffer grows by at least.
     """
 
     def __init__(self, batch: int, least_growth: int = GROWTH_MINIMUM):
         self._least_growth = least_growth
-        self._held: list[_GrowingRows | None] = [None] * batch
+        self._held: list[SegmentedRows | None] = [None] * batch
         # Rows that were gone before any came.
         self._absent = [0] * batch
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         held = self._held[sequence]
         if held is None:
-            keys, values = (like.new_empty((like.shape[0], 0, like.shape[2])) for like in (k_KSD, v_KSD))
-            absent = self._absent[sequence]
-            held = self._held[sequence] = _GrowingRows((keys, values), absent, self._least_growth, absent)
+            held = self._held[sequence] = SegmentedRows((k_KSD, v_KSD), self._least_growth, self._absent[sequence])
         return held.extend(rows)
 
     def part(self, sequence: int) -> Pair:
         held = self._held[sequence]
         assert held is not None
-        return held.view()
+        return held.joined()
+
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        held = self._held[sequence]
+        return [] if held is None else held.segments()
 
     def rows(self, sequence: int) -> int:
         held = self._held[sequence]

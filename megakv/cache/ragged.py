@@ -112,6 +112,9 @@ class RaggedStore(KVStore):
         """Of the tokens that are not compressed."""
         return self._inner.part(sequence)
 
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        return self._inner.runs(sequence)
+
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         yield from self._kept_parts(sequence, slots, positions, self._here)
         if self._inner.rows(sequence):

@@ -5,8 +5,9 @@ A cache makes a store for each layer at its first use, for a batch of sequences.
 - `begin` tells it that a pass begins. Most stores need not know.
 - `append` takes the new keys and values of a sequence; `append_each` takes one row of each of several; `reserve` gives
   the caller places behind the present rows to write to.
-- Attention reads: `parts` are all that is held of a sequence; `part` its dense keys and values; `packed` those of all
-  sequences, where they lie in one buffer. `attend_elsewhere` begins attention to rows where they lie.
+- Attention reads: `parts` are all that is held of a sequence; `runs` its dense keys and values where they lie, `part`
+  in one piece; `packed` those of all sequences, where they lie in one buffer. `attend_elsewhere` begins attention to
+  rows where they lie.
 - `compress` keeps of a sequence's latest tokens only some in each head.
 - `finish` says that the pass has attended: what was read may be moved or freed.
 - `pieces` are what each head holds then, and `replace` puts some of it in the place of everything.
@@ -89,14 +90,18 @@ class KVStore(ABC):
         `attend_elsewhere` attends to it.
         """
 
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        """The same where it lies: what lies contiguously, in order; nothing of a sequence without rows."""
+        return [self.part(sequence)] if self.rows(sequence) > self.gone(sequence) else []
+
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """All that is held of a sequence, given the coordinates of every row."""
-        if self.rows(sequence) == self.gone(sequence):
-            return
-        keys, values = self.part(sequence)
-        if absent := len(slots) - keys.shape[1]:
-            slots, positions = slots[absent:], positions[absent:]
-        yield KVPart(sequence, keys, values, slots, positions)
+        runs = self.runs(sequence)
+        first = len(slots) - sum(keys.shape[1] for keys, _ in runs)
+        for keys, values in runs:
+            here = slice(first, first + keys.shape[1])
+            yield KVPart(sequence, keys, values, slots[here], positions[here])
+            first = here.stop
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         """A buffer's keys ``[K, R, D]`` and values ``[K, R, Dv]``, each sequence's first row in it, and its rows.
@@ -117,11 +122,14 @@ class KVStore(ABC):
         """Between passes, what each head holds of a sequence: the head, keys ``[n, D]``, values ``[n, Dv]`` and rows
         ``[n]``, ascending; in one piece or several.
         """
-        if self.rows(sequence) > self.gone(sequence):
-            keys, values = self.part(sequence)
-            rows = np.arange(self.rows(sequence) - keys.shape[1], self.rows(sequence))
-            for head in range(len(keys)):
+        runs = self.runs(sequence)
+        first = self.rows(sequence) - sum(keys.shape[1] for keys, _ in runs)
+        for head in range(len(runs[0][0]) if runs else 0):
+            start = first
+            for keys, values in runs:
+                rows = np.arange(start, start + keys.shape[1])
                 yield head, keys[head], values[head], rows
+                start += len(rows)
 
     def replace(
         self, sequence: int, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray, move: Move | None = None
@@ -157,10 +165,8 @@ class KVStore(ABC):
 
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """Tensors of a file by name, given the slots of every row. They are read when the file is written."""
-        if self.rows(sequence) == self.gone(sequence):
-            return {}
-        keys, values = self.part(sequence)
-        return {"k": StreamedTensor.of(keys), "v": StreamedTensor.of(values)}
+        runs = self.runs(sequence)
+        return {name: StreamedTensor.joined(each) for name, each in zip("kv", zip(*runs, strict=True), strict=False)}
 
     def load(self, sequence: int, saved: SavedLayer) -> None:
         """Take what `save` gave on all ranks; a ValueError or IndexError where it does not fit together."""
@@ -175,8 +181,8 @@ class KVStore(ABC):
 
     def kept(self, sequence: int) -> IntArray:
         """``[K]`` tokens that each head holds of a sequence; empty where nothing is held."""
-        rows = self.rows(sequence) - self.gone(sequence)
-        return np.full(self.part(sequence)[0].shape[0] if rows else 0, rows, dtype=np.int64)
+        runs = self.runs(sequence)
+        return np.full(len(runs[0][0]) if runs else 0, self.rows(sequence) - self.gone(sequence), dtype=np.int64)
 
     @abstractmethod
     def nbytes(self) -> int:
