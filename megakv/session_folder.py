@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megakv.errors import MegaKVError
+from megakv.tensor_files import sync_folder
 
 META_FILE = "session.json"
 TOKENS_FILE = "tokens.safetensors"
@@ -82,11 +83,11 @@ class PendingSave:
                 file.write(json.dumps({**values, "data": self.data.name}, indent=2))
                 file.flush()
                 os.fsync(file.fileno())
-            _sync(self.data)
+            sync_folder(self.data)
             new.replace(self._target / META_FILE)
             self._committed = True
             for folder in (self._target, *(made.parent for made in self._made)):
-                _sync(folder)
+                sync_folder(folder)
         except OSError as error:
             raise unwritable(self._target, error) from error
 
@@ -187,12 +188,3 @@ def _remove(folder: Path) -> None:
 def _present(target: Path) -> str:
     """The subfolder of the folder's session; empty where it has none."""
     return str(read_values(target).get("data", "")) if (target / META_FILE).exists() else ""
-
-
-def _sync(folder: Path) -> None:
-    """Let the disk know a folder's names."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -77,6 +77,34 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
         os.fsync(file.fileno())
 
 
+def write_in_place(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
+    """Write a file in the place of one that may be there, whole or not at all, with errors as of `write_tensors`."""
+    new = path.with_name(f"{path.name}.new")
+    new.unlink(missing_ok=True)
+    try:
+        write_tensors(new, tensors)
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the disk know a folder's names."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def tensor_kinds(path: Path) -> dict[str, str]:
+    """The types of a file's tensors, by name, as the format calls them."""
+    with _opened(path) as file:
+        return {name: file.get_slice(name).get_dtype() for name in file.keys()}
+
+
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
     """Tensors of a file, by name, in memory that is mapped from it."""
     with _opened(path) as file:
@@ -109,6 +137,6 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except FileNotFoundError as error:
-        raise MegaKVError(f"the saved session lacks {path}") from error
+        raise MegaKVError(f"{path} is missing") from error
     except (SafetensorError, OSError) as error:
         raise MegaKVError(f"{path} is truncated or broken: {error}") from error

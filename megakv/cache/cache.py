@@ -2,56 +2,27 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore, Rotate
+from megakv.cache.span import CacheSpan
 from megakv.cache.store import KVStore
+from megakv.cache.transformers_cache import TransformersCache
 from megakv.cache.window import first_held
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
-from megakv.errors import MegaKVError
 from megakv.fairkv.notes import Notes
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall
 
 
-class _LayerView(CacheLayerMixin):
-    """What transformers sees of one layer. New keys and values pass through: the attention function stores them."""
-
-    is_sliding = False
-    is_croppable = True
-
-    def __init__(self, cache: ShardedCache):
-        super().__init__()
-        # Weakly: memory of a cache that nobody holds is free at once, not when the garbage collector finds the circle.
-        self._cache = weakref.proxy(cache)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        return key_states, value_states
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.length + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return self._cache.length
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class ShardedCache(Cache):
+class ShardedCache(TransformersCache):
     """A cache of global length whose keys and values are spread over the context-parallel ranks.
 
     `size` and `rank` are the context-parallel degree and this rank's index in it. `new_store` makes the store of a
@@ -65,10 +36,8 @@ class ShardedCache(Cache):
     `windows` are those of the layers, as far as their attention has shown any. What a layer's window has left behind,
     and no query will see again, is freed when a pass has succeeded: all before slot ``gone[layer]``, on every rank.
     Then the cache cannot be cut back to less than `reach` slots, unless to none. Nor can it to what was there before
-    sequences were compressed again.
+    sequences were compressed again. Where the cache does not forget (`forgets`), nothing is freed.
     """
-
-    is_compileable = False
 
     def __init__(
         self,
@@ -81,19 +50,20 @@ class ShardedCache(Cache):
         shares_heads: bool = False,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
     ):
-        super().__init__(layers=[_LayerView(self) for _ in range(layers)])
+        super().__init__(layers)
         self.size = size
         self.rank = rank
-        self.length = 0
         self.compressed: list[list[tuple[int, int]]] = []
         self.windows: list[int | None] = [None] * layers
-        self.gone, self.reach = [0] * layers, 0
+        self.gone = [0] * layers
+        self.forgets = True
         self.compresses = compresses
         self._new_store, self._shares_heads, self._rotate = new_store, shares_heads, rotate
         self.table = TokenTable(size, 0)
         self._stores: list[KVStore | None] = [None] * layers
         # By layer and sequence; and those of a pass under way.
         self._notes: list[dict[int, Notes]] = [{} for _ in range(layers)]
+        self._expected = 0
         self._new_notes: dict[int, dict[int, Notes]] = {}
 
     @property
@@ -169,7 +139,7 @@ class ShardedCache(Cache):
         """Forget what the window of later queries leaves out, of the tokens before a slot."""
         window, store = self.windows[layer], self._stores[layer]
         first = first_held(window, slots, self.gone[layer])
-        if window is None or store is None or first == self.gone[layer]:
+        if not self.forgets or window is None or store is None or first == self.gone[layer]:
             return
         self.gone[layer], self.reach = first, max(self.reach, first + window - 1)
         for sequence in range(self.table.batch):
@@ -188,17 +158,53 @@ class ShardedCache(Cache):
             if self.compresses:
                 store = self._compressing(store, None if self._rotate is None else partial(self._rotate, layer))
             self._stores[layer] = store
+            if self._expected:
+                store.preallocate(0, self._expected)
         return store
+
+    def preallocate(self, slots: int) -> None:
+        """So many slots will be there in all, of one sequence: memory may be taken for all of them at once."""
+        self._expected = -(-slots // self.size) + self.size
+        for store in filter(None, self._stores):
+            store.preallocate(0, self._expected)
 
     def _compressing(self, store: KVStore, rotate: Rotate | None) -> KVStore:
         """The store of a layer that may be compressed, around that of all other rows."""
         return RaggedStore(self.table.batch, store, rotate)
 
+    def span(self, first: int, last: int) -> CacheSpan:
+        """Slots ``[first, last)`` of the one sequence, in shared memory; a ValueError where they are not held whole."""
+        there = self.table.batch == 1 and 0 <= first <= last <= self.length
+        if not there or self.compresses or self._shares_heads or max(self.gone) > first:
+            raise ValueError(f"slots {first} to {last} are not there, or were compressed, shared, or left behind")
+        layout = self.table.within(first, last)
+        start = int(np.searchsorted(self.table.slots(self.rank, 0), first))
+        stop = start + len(layout.stored[self.rank])
+        layers = [self.store(layer).share(0, start, stop) if stop > start else () for layer in range(len(self._stores))]
+        return CacheSpan.of(layout, first, last, self.rank, layers)
+
+    def append_span(self, span: CacheSpan) -> None:
+        """Go on, in a cache of one sequence, with slots that follow its own, which are not copied.
+
+        A ValueError where they do not fit, which leaves the cache as it was.
+        """
+        span.check_follows(self.length, rank=self.rank, size=self.size, layers=len(self._stores))
+        self.begin(span.layout, 1)
+        try:
+            for layer, runs in enumerate(span.layers):
+                if runs:
+                    self.store(layer).append_shared(0, runs)
+        except BaseException:
+            self.cut_back(self.length)
+            raise
+        self.commit(span.last)
+
     def fork(self) -> ShardedCache:
-        """A cache with the same tokens, sharing memory until either grows."""
+        """A cache with the same tokens, sharing memory."""
         twin = self._empty()
         twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
         twin.windows, twin.gone, twin.reach = list(self.windows), list(self.gone), self.reach
+        twin.forgets = self.forgets
         twin.table = self.table.fork()
         twin._stores = [None if store is None else store.fork() for store in self._stores]
         twin._notes = [dict(notes) for notes in self._notes]
@@ -236,9 +242,6 @@ class ShardedCache(Cache):
             result.append(np.sum(held, axis=0).tolist() if held else [])
         return result
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self.length
-
     def divided(self, call: AttentionCall) -> Iterable[AttentionCall]:
         """A layer's attention in the parts that are computed one behind the other, in the order of their rows."""
         return (call,)
@@ -264,22 +267,6 @@ class ShardedCache(Cache):
             for sequence, length in enumerate(lengths):
                 store.crop(sequence, length)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        # transformers before 5.18 passes the final length, later ones a negative number of tokens to remove.
-        slots = self.length + tokens_to_remove if tokens_to_remove <= 0 else tokens_to_remove
-        if slots >= self.length:
-            # As after candidates that were all right: what is on its way for the next step is of use.
-            return
-        if 0 < slots < self.reach:
-            raise MegaKVError(
-                f"the cache cannot be cut back to {slots} tokens: sliding windows see earlier ones, which were freed, "
-                f"or some were evicted later; keep {self.reach} or more, or none"
-            )
-        self.cut_back(slots)
-
-    def reset(self) -> None:
-        self.cut_back(0)
-
     def _reindex(self, index: list[int]) -> None:
         self.table.reorder(index)
         self.compressed = [list(self.compressed[source]) for source in index]
@@ -289,13 +276,3 @@ class ShardedCache(Cache):
         for store in self._stores:
             if store is not None:
                 store.reorder(index)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._reindex(beam_idx.tolist())
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._reindex([row for row in range(self.table.batch) for _ in range(repeats)])
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(self.table.batch)[indices.cpu()]
-        self._reindex(rows.tolist())

@@ -24,12 +24,31 @@ class DenseStore(KVStore):
         self._held: list[SegmentedRows | None] = [None] * batch
         # Rows that were gone before any came.
         self._absent = [0] * batch
+        self._expected: dict[int, int] = {}
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        return self._rows_like(sequence, (k_KSD, v_KSD)).extend(rows)
+
+    def _rows_like(self, sequence: int, like: Pair) -> SegmentedRows:
         held = self._held[sequence]
         if held is None:
-            held = self._held[sequence] = SegmentedRows((k_KSD, v_KSD), self._least_growth, self._absent[sequence])
-        return held.extend(rows)
+            held = self._held[sequence] = SegmentedRows(like, self._least_growth, self._absent[sequence])
+            held.expect(self._expected.pop(sequence, 0))
+        return held
+
+    def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
+        held = self._held[sequence]
+        return [] if held is None else held.share(first, last)
+
+    def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
+        self._rows_like(sequence, runs[0]).append_shared(runs)
+
+    def preallocate(self, sequence: int, rows: int) -> None:
+        held = self._held[sequence]
+        if held is None:
+            self._expected[sequence] = rows
+        else:
+            held.expect(rows)
 
     def part(self, sequence: int) -> Pair:
         held = self._held[sequence]

@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megakv.cache.store import Pair
+from megakv.cache.store import Pair, cut
 
 GROWTH_DIVISOR = 32
 """A full tail grows by this fraction of its length, so unused capacity stays near 3%."""
@@ -65,6 +65,10 @@ class SegmentedRows:
         self.length, self.gone = gone, gone
 
     @property
+    def _like(self) -> Pair:
+        return self._tail.keys, self._tail.values
+
+    @property
     def _held(self) -> int:
         """Rows of the tail that are held."""
         return self.length - max(self.gone, self._first)
@@ -92,7 +96,14 @@ class SegmentedRows:
         return max(self._least_growth, needed // GROWTH_DIVISOR)
 
     def append_shared(self, runs: Sequence[Pair]) -> None:
-        """Hold rows that others hold, too, and nobody writes any more."""
+        """Hold rows that others hold, too, and nobody writes any more; a ValueError if they are of another kind."""
+        for found, like in ((run[kind], self._like[kind]) for run in runs for kind in range(2)):
+            shape = like.shape[0], found.shape[1], like.shape[2]
+            if (found.shape, found.dtype, found.device) != (shape, like.dtype, like.device):
+                raise ValueError(
+                    f"rows of {list(found.shape)}, {found.dtype} on {found.device} do not follow rows of "
+                    f"{list(shape)}, {like.dtype} on {like.device}"
+                )
         self._freeze()
         self._frozen = _consolidated((*self._frozen, *runs))
         self.length += sum(keys.shape[1] for keys, _ in runs)
@@ -175,20 +186,6 @@ class SegmentedRows:
         """Bytes of what is held, shared memory included, and of unused capacity."""
         frozen = sum(tensor.nbytes for pair in self._frozen for tensor in pair)
         return frozen + self._tail.keys.nbytes + self._tail.values.nbytes
-
-
-def cut(runs: Sequence[Pair], first: int, last: int | None = None) -> tuple[Pair, ...]:
-    """Rows ``[first, last)`` of those that lie in several runs, behind one another."""
-    found: list[Pair] = []
-    for keys, values in runs:
-        rows = keys.shape[1]
-        here = slice(max(0, first), rows if last is None else max(0, min(rows, last)))
-        if here.start < here.stop:
-            whole = here.stop - here.start == rows
-            found.append((keys, values) if whole else (keys[:, here], values[:, here]))
-        first -= rows
-        last = None if last is None else last - rows
-    return tuple(found)
 
 
 def _consolidated(segments: tuple[Pair, ...]) -> tuple[Pair, ...]:

@@ -43,6 +43,20 @@ Pair = tuple[Tensor, Tensor]
 """Keys ``[K, n, D]`` and values ``[K, n, Dv]``."""
 
 
+def cut(runs: Sequence[Pair], first: int, last: int | None = None) -> tuple[Pair, ...]:
+    """Rows ``[first, last)`` of those that lie in several runs, behind one another."""
+    found: list[Pair] = []
+    for keys, values in runs:
+        rows = keys.shape[1]
+        here = slice(max(0, first), rows if last is None else max(0, min(rows, last)))
+        if here.start < here.stop:
+            whole = here.stop - here.start == rows
+            found.append((keys, values) if whole else (keys[:, here], values[:, here]))
+        first -= rows
+        last = None if last is None else last - rows
+    return tuple(found)
+
+
 class Move(NamedTuple):
     """Tokens before the row `before`, all at slots before `slot`, count as if they stood `shift` positions further on,
     where what lay between them and the others is gone.
@@ -93,6 +107,20 @@ class KVStore(ABC):
     def runs(self, sequence: int) -> Sequence[Pair]:
         """The same where it lies: what lies contiguously, in order; nothing of a sequence without rows."""
         return [self.part(sequence)] if self.rows(sequence) > self.gone(sequence) else []
+
+    def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
+        """The runs of some rows, none of which is gone, in memory that nobody writes again."""
+        runs = self.runs(sequence)
+        start = self.rows(sequence) - sum(keys.shape[1] for keys, _ in runs)
+        return cut(runs, first - start, last - start)
+
+    def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
+        """Add rows that lie in such memory; a ValueError where they are of another kind than those before."""
+        for keys, values in runs:
+            self.append(sequence, keys, values)
+
+    def preallocate(self, sequence: int, rows: int) -> None:  # noqa: B027
+        """So many rows of a sequence will be there in all: memory may be taken for all of them at once."""
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         """All that is held of a sequence, given the coordinates of every row."""

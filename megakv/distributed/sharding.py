@@ -220,6 +220,11 @@ class TokenTable:
             found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
         return tuple(found)
 
+    def within(self, first: int, last: int) -> Layout:
+        """Who holds which tokens at slots ``[first, last)``."""
+        blocks = tuple(block.take((block.slot >= first) & (block.slot < last)) for block in self.tokens())
+        return Layout(blocks, blocks)
+
     def next_positions(self) -> IntArray:
         """``[B]`` the position behind the last token of every sequence."""
         return self._each(lambda column: int(column.view()[1, -1]) + 1 if column.length else 0).max(0)

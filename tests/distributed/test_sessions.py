@@ -40,7 +40,7 @@ def judge_restored(results: dict[str, Any]) -> None:
     assert restored["equal"] and restored["intact"]
     assert restored["spread"] <= 1
     expected = {
-        "missing": "the saved session lacks .*safetensors",
+        "missing": "safetensors is missing",
         "truncated": "is truncated or broken",
         "foreign": "was saved with another model",
         "garbled": "session.json is broken",

@@ -1,0 +1,232 @@
+"""Some slots of one sequence, taken out of a cache: what prefix stores keep, move to other memory, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.cache.saved import SavedTokens
+from megakv.cache.store import Pair, cut
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock
+from megakv.errors import MegaKVError
+from megakv.tensor_files import DTYPES, StreamedTensor, read_tensors, tensor_kinds, write_in_place
+
+COORDINATES = ("span", "owners", "positions")
+
+
+@dataclass(frozen=True, eq=False)
+class CacheSpan:
+    """Slots from `first` on of one sequence: whose they are, and this rank's keys and values of them.
+
+    It shares its memory with the cache that it was taken from, and with those that it is appended to; none of them
+    writes there again.
+    """
+
+    first: int
+    owners: IntArray
+    """``[n]`` the context-parallel rank of each slot, -1 where it is padding."""
+    positions: IntArray
+    """``[n]`` rotary positions."""
+    rank: int
+    """This context-parallel rank."""
+    size: int
+    layers: tuple[tuple[Pair, ...], ...]
+    """By layer, what lies contiguously of this rank's keys ``[K, m, D]`` and values ``[K, m, Dv]``, in order."""
+
+    def __post_init__(self) -> None:
+        own = int(np.count_nonzero(self.owners == self.rank))
+        counts = [sum(keys.shape[1] for keys, _ in runs) for runs in self.layers]
+        if len(self.owners) != len(self.positions) or any(count != own for count in counts):
+            raise ValueError(f"layers have {counts} rows of {own} tokens")
+
+    @classmethod
+    def of(cls, layout: Layout, first: int, last: int, rank: int, layers: Sequence[Sequence[Pair]]) -> CacheSpan:
+        """The slots up to before `last`, of which every rank holds what the layout says."""
+        owners, positions = np.full(last - first, -1), np.zeros(last - first, dtype=np.int64)
+        for owner, block in enumerate(layout.stored):
+            owners[block.slot - first], positions[block.slot - first] = owner, block.position
+        return cls(first, owners, positions, rank, layout.size, tuple(map(tuple, layers)))
+
+    def __len__(self) -> int:
+        return len(self.owners)
+
+    @property
+    def last(self) -> int:
+        """The slot behind the last one."""
+        return self.first + len(self.owners)
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Which of them every rank holds."""
+        return _layout(self.owners, self.positions, self.first, self.size)
+
+    def check_follows(self, length: int, *, rank: int, size: int, layers: int) -> None:
+        """Refuse to follow so many slots of a cache, on its rank of so many, of so many layers."""
+        if (length, rank, size, layers) != (self.first, self.rank, self.size, len(self.layers)):
+            raise ValueError(
+                f"slots from {self.first} on, of {len(self.layers)} layers on rank {self.rank} of {self.size}, do not "
+                f"follow {length} cached ones of {layers} layers on rank {rank} of {size}"
+            )
+
+    def split(self, at: int) -> tuple[CacheSpan, CacheSpan]:
+        """The slots before `at`, and those from there on, in the same memory."""
+        if not self.first <= at <= self.last:
+            raise ValueError(f"slots {self.first} to {self.last} cannot be split at {at}")
+        slots = at - self.first
+        rows = int(np.count_nonzero(self.owners[:slots] == self.rank))
+        before = tuple(cut(runs, 0, rows) for runs in self.layers)
+        after = tuple(cut(runs, rows) for runs in self.layers)
+        owners, positions = (np.split(each, [slots]) for each in (self.owners, self.positions))
+        return (
+            CacheSpan(self.first, owners[0], positions[0], self.rank, self.size, before),
+            CacheSpan(at, owners[1], positions[1], self.rank, self.size, after),
+        )
+
+    def nbytes(self) -> int:
+        """Bytes of its keys and values on this rank."""
+        return sum(tensor.nbytes for runs in self.layers for pair in runs for tensor in pair)
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where they lie; None where this rank has none."""
+        return next((runs[0][0].device for runs in self.layers if runs), None)
+
+    def to(self, device: torch.device) -> CacheSpan:
+        """The same in the memory of a device, in one run per layer; itself where it lies there."""
+        if self.device in (device, None):
+            return self
+        layers = tuple((_joined(runs, device),) if runs else () for runs in self.layers)
+        return CacheSpan(self.first, self.owners, self.positions, self.rank, self.size, layers)
+
+    def save(self, path: Path) -> None:
+        """Write this rank's file, whole or not at all; a MegaKVError where the disk does not take it."""
+        header = np.array([self.first, self.rank, self.size, len(self.layers)])
+        coordinates = (torch.from_numpy(each) for each in (header, self.owners, self.positions))
+        tensors = {name: StreamedTensor.of(each) for name, each in zip(COORDINATES, coordinates, strict=True)}
+        for layer, runs in enumerate(self.layers):
+            for name, each in zip("kv", zip(*runs, strict=True), strict=False):
+                tensors[f"{layer}.{name}"] = StreamedTensor.joined(each)
+        try:
+            write_in_place(path, tensors)
+        except OSError as error:
+            raise MegaKVError(f"{path} cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def load(cls, paths: Sequence[Path], rank: int, size: int, device: torch.device) -> CacheSpan:
+        """What ranks saved, by the files of all of them in their order, for one of as many or of any other number.
+
+        Slots stay with their rank where there are as many, and are spread anew, balanced, where there are not. A
+        MegaKVError if a file is missing, truncated, or none of these.
+        """
+        if len(paths) == size:
+            return _SavedSpan.read(paths[rank], rank, size).whole(device)
+        saved = [_SavedSpan.read(path, index, len(paths)) for index, path in enumerate(paths)]
+        return _spread(saved, rank, size, device)
+
+
+@dataclass(frozen=True, eq=False)
+class _SavedSpan:
+    """A rank's file, whose coordinates were found to be such."""
+
+    path: Path
+    first: int
+    owners: IntArray
+    positions: IntArray
+    rank: int
+    size: int
+    layers: int
+
+    @cached_property
+    def count(self) -> int:
+        """Tokens of the rank."""
+        return int(np.count_nonzero(self.owners == self.rank))
+
+    @classmethod
+    def read(cls, path: Path, rank: int, size: int) -> _SavedSpan:
+        kinds = tensor_kinds(path)
+        if any(kinds.get(name) != DTYPES[torch.int64] for name in COORDINATES):
+            raise MegaKVError(f"{path} holds no span of a cache")
+        header, owners, positions = (tensor.numpy() for tensor in read_tensors(path, [*COORDINATES]).values())
+        fits = header.shape == (4,) and owners.ndim == 1 and owners.shape == positions.shape
+        if not fits or header[0] < 0 or (header[1], header[2]) != (rank, size) or not 0 <= header[3] <= len(kinds):
+            raise MegaKVError(f"{path} is broken, or not of rank {rank} of {size}")
+        if len(owners) and (owners.min() < -1 or owners.max() >= size or positions.min() < 0):
+            raise MegaKVError(f"{path} is broken: its slots are of ranks {owners.min()} to {owners.max()} of {size}")
+        layers = int(header[3])
+        found = cls(path, int(header[0]), owners.copy(), positions.copy(), rank, size, layers)
+        names = {f"{layer}.{name}" for layer in range(layers) for name in "kv"} if found.count else set()
+        if set(kinds) != names | {*COORDINATES} or len({kinds[name] for name in names}) > 1:
+            raise MegaKVError(f"{path} is broken: it has {len(kinds)} tensors for {layers} layers")
+        return found
+
+    def pair(self, layer: int) -> Pair:
+        """A layer's keys and values, mapped from the file."""
+        keys, values = read_tensors(self.path, [f"{layer}.k", f"{layer}.v"]).values()
+        shapes = [list(tensor.shape) for tensor in (keys, values)]
+        if any(len(shape) != 3 or shape[1] != self.count for shape in shapes) or shapes[0][0] != shapes[1][0]:
+            raise MegaKVError(f"{self.path} is broken: layer {layer} has keys and values of {shapes}")
+        return keys, values
+
+    def whole(self, device: torch.device) -> CacheSpan:
+        """All of it, in memory of its own."""
+        layers = [(_joined([self.pair(layer)], device),) if self.count else () for layer in range(self.layers)]
+        return CacheSpan(self.first, self.owners, self.positions, self.rank, self.size, tuple(layers))
+
+
+def _layout(owners: IntArray, positions: IntArray, first: int, size: int) -> Layout:
+    """The tokens of every rank, of one sequence."""
+    found = (np.flatnonzero(owners == rank) for rank in range(size))
+    blocks = tuple(TokenBlock(np.zeros_like(index), index + first, positions[index], 1) for index in found)
+    return Layout(blocks, blocks)
+
+
+def _joined(runs: Sequence[Pair], device: torch.device) -> Pair:
+    """A copy in one run."""
+    found = []
+    for kind in range(2):
+        tensors = [run[kind] for run in runs]
+        heads, _, width = tensors[0].shape
+        bounds = np.cumsum([0, *(tensor.shape[1] for tensor in tensors)]).tolist()
+        copy = torch.empty((heads, bounds[-1], width), dtype=tensors[0].dtype, device=device)
+        for tensor, (start, stop) in zip(tensors, pairwise(bounds), strict=True):
+            copy[:, start:stop] = tensor
+        found.append(copy)
+    return found[0], found[1]
+
+
+def _spread(saved: Sequence[_SavedSpan], rank: int, size: int, device: torch.device) -> CacheSpan:
+    """The share of a rank of another number of ranks than saved."""
+    first = saved[0]
+    for other in saved[1:]:
+        same = all(np.array_equal(getattr(first, name), getattr(other, name)) for name in ("owners", "positions"))
+        if not same or (first.first, first.layers) != (other.first, other.layers):
+            raise MegaKVError(f"{other.path} is of other slots than {first.path}")
+    held = _layout(first.owners, first.positions, first.first, first.size).stored
+    everything, _ = TokenBlock.joined(held)
+    layout = balanced(everything, size)
+    slots = layout.stored[rank].slot
+    tokens = SavedTokens([block.slot for block in held], slots, ())
+    layers: list[tuple[Pair, ...]] = []
+    for layer in range(first.layers):
+        pairs = [(rows, each.pair(layer)) for each, rows in zip(saved, tokens.sources, strict=True) if len(rows)]
+        kinds = {(*(each.shape[::2] for each in pair), pair[0].dtype) for _, pair in pairs}
+        if len(kinds) > 1:
+            raise MegaKVError(f"{first.path} and the other ranks' files differ in the kind of layer {layer}")
+        if not pairs:
+            layers.append(())
+            continue
+        keys, values = (torch.cat([pair[kind][:, rows] for rows, pair in pairs], dim=1) for kind in range(2))
+        layers.append(((_moved(keys, tokens.order, device), _moved(values, tokens.order, device)),))
+    return CacheSpan.of(layout, first.first, first.first + len(first.owners), rank, layers)
+
+
+def _moved(rows: Tensor, order: Tensor, device: torch.device) -> Tensor:
+    return rows[:, order].to(device)
