@@ -307,7 +307,7 @@ def test_absurd_numbers_and_depths_are_refused_at_once(engine: Any, tmp_path: Pa
     path = tmp_path / "session" / "session.json"
     whole = path.read_text()
     for text, message in (
-        (json.dumps({**json.loads(whole), "cp": 10**9}), "lacks .*cp00001_tp00000.safetensors"),
+        (json.dumps({**json.loads(whole), "cp": 10**9}), "cp00001_tp00000.safetensors is missing"),
         ("[" * 100_000, "session.json is broken: "),
         ('{"format": ' + "9" * 6000 + "}", "session.json is broken: "),
     ):
