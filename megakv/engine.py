@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from megakv.assisted import AssistedModel
 from megakv.cache.cache import ShardedCache
+from megakv.cache.joined import JoinedCache
 from megakv.candidates import check_candidates, proposes
 from megakv.config import MegaKVConfig
 from megakv.device import on_device, without_autograd
@@ -33,6 +35,7 @@ from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
 from megakv.injection.rotation import KeyRotation
+from megakv.joint_pass import Tokens, check_serves, joint_input
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
@@ -151,9 +154,9 @@ class MegaKVEngine(InferenceEngine):
         ids = inputs if inputs is not None else options.pop("input_ids", None)
         mask = options.get("attention_mask")
         if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
-            return self.generate_into(self._new_cache(), ids, **options)
+            return self.generate_into(self.new_cache(), ids, **options)
         aligned, options["attention_mask"] = pad_left(ids, mask)
-        output = self.generate_into(self._new_cache(), aligned, **options)
+        output = self.generate_into(self.new_cache(), aligned, **options)
         if aligned is not ids:
             sequences = output if isinstance(output, Tensor) else output.sequences
             sequences[:, : ids.shape[1]] = ids.repeat_interleave(len(sequences) // len(ids), dim=0)
@@ -213,9 +216,54 @@ class MegaKVEngine(InferenceEngine):
                 self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
             return output
 
+    def new_cache(self, *, forgets: bool = True) -> ShardedCache:
+        """An empty cache, for `generate_into` and `extend`.
+
+        Without `forgets` it keeps what sliding windows have left behind, so that `ShardedCache.span` gives any slots.
+        """
+        self.check_open()
+        assert self._hooks is not None
+        cache = self._hooks.new_cache()
+        cache.forgets = forgets
+        return cache
+
+    def check_serves(self) -> None:
+        """Refuse settings with which `extend` cannot work, by a ValueError that names the setting."""
+        check_serves(self._config, self.module)
+
+    @without_autograd
+    def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Tokens]) -> Tensor:
+        """One pass over new tokens of several sequences: ``[B, V]`` logits behind the last one of each, on every rank.
+
+        Each sequence goes on in a cache of its own (`new_cache`), of whatever length, by one token or more; the logits
+        are those of `generate` on it alone. If the pass fails, every cache is as before.
+
+        Raises
+        ------
+        ValueError
+            If settings cannot be served, or caches and tokens are not such.
+        MegaKVError
+            If a peer is lost.
+        """
+        self.check_open()
+        with self.agreement.call(), on_device(self.mesh.device):
+            self.check_serves()
+            vocabulary = self.module.config.get_text_config().vocab_size
+            ids, mask = joint_input(caches, tokens, self.new_cache(), vocabulary)
+            for cache, own in zip(caches, tokens, strict=True):
+                self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
+            output = self.module(
+                input_ids=ids.to(self.mesh.device),
+                attention_mask=mask,
+                past_key_values=JoinedCache(caches),
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            return output.logits[:, 0]
+
     def session(self) -> Session:
         """A conversation whose keys and values stay sharded between turns."""
-        return Session(self, self._new_cache())
+        return Session(self, self.new_cache())
 
     def restore_session(self, folder: str | Path) -> Session:
         """Continue a session that `Session.save` wrote to a folder that every rank reaches.
@@ -224,7 +272,7 @@ class MegaKVEngine(InferenceEngine):
         of another model or type, or with FP8 weights of another tensor-parallel degree.
         """
         with self.agreement.call():
-            return Session.restore(self, self._new_cache(), Path(folder))
+            return Session.restore(self, self.new_cache(), Path(folder))
 
     def report(self) -> RunReport:
         """What the last `generate` did on every rank. Every rank must call it."""
@@ -256,11 +304,6 @@ class MegaKVEngine(InferenceEngine):
         return self._runtime.planner.partitions
 
     # Inside
-
-    def _new_cache(self) -> ShardedCache:
-        self.check_open()
-        assert self._hooks is not None
-        return self._hooks.new_cache()
 
     def _check_prompt(self, ids: Tensor, past: Any, options: dict[str, Any]) -> None:
         check_tokens(ids)

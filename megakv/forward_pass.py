@@ -32,8 +32,8 @@ class Wanted:
     """Which of the columns are given back, in which order; None for each once."""
 
     @classmethod
-    def of(cls, keep: Any, new: NDArray[np.bool_], past: int) -> Wanted:
-        """What ``logits_to_keep`` asks for of new slots ``[B, T]`` behind `past`, of which some are padding.
+    def of(cls, keep: Any, new: NDArray[np.bool_], pasts: IntArray) -> Wanted:
+        """What ``logits_to_keep`` asks for of new slots ``[B, T]`` behind ``[B]``, of which some are padding.
 
         Raises
         ------
@@ -57,9 +57,9 @@ class Wanted:
             # The last real token of each row: what follows it is asked for, also where padding is on the right.
             last = len(every) - 1 - np.argmax(new[:, ::-1], axis=1)
             rows = np.flatnonzero(new.any(axis=1))
-            return cls(rows, last[rows] + past, np.zeros(len(rows), dtype=np.int64), 1, picked)
+            return cls(rows, last[rows] + pasts[rows], np.zeros(len(rows), dtype=np.int64), 1, picked)
         rows, index = np.nonzero(new[:, columns])
-        return cls(rows, columns[index] + past, index, len(columns), picked)
+        return cls(rows, columns[index] + pasts[rows], index, len(columns), picked)
 
     def tokens(self, batch: int) -> TokenBlock:
         """Their tokens, of which nobody asks for the position."""
@@ -119,7 +119,7 @@ class ForwardPass:
     method: str | None
     """The attention method of all layers; None where each layer chooses by its shape."""
     slots: int
-    """Slots of the sequence after this pass."""
+    """Slots after this pass: of all sequences alike, or, of several caches, more than of any."""
     rank: int
     """This context-parallel rank."""
     wanted: Wanted

@@ -142,14 +142,14 @@ class Batch:
 
     def whole(self, engine: megakv.MegaKVEngine) -> list[Answer]:
         """Answers of an engine that reads the prompts itself."""
-        texts = self._answers(engine, engine._new_cache(), self.ids)
+        texts = self._answers(engine, engine.new_cache(), self.ids)
         return self._scored(texts, None)
 
     def compressed(self, engines: Mapping[str, megakv.MegaKVEngine], ways: Sequence[Way]) -> dict[str, list[Answer]]:
         """Answers by way, of ways that share a reading."""
         first = next((way for way in ways if way.budget is not None), ways[0])
         width = self.ids.shape[1]
-        read, turn = engines[first.name]._new_cache(), Turn(0, width)
+        read, turn = engines[first.name].new_cache(), Turn(0, width)
         self._read(engines[first.name], read, turn, width - LAST_TOKENS)
         found = {}
         for way in ways:

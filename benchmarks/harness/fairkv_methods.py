@@ -102,7 +102,7 @@ class MappedGeneration(Generation):
         batch, tokens = self._ids.shape[0], self._ids.shape[1] - 1
         runtime, rank = self._engine._runtime, self._engine.mesh.tp_rank
         assert runtime.compressor is not None
-        cache: ShardedCache = self._engine._new_cache()
+        cache: ShardedCache = self._engine.new_cache()
         begin_whole(cache, 1, batch, tokens)
         for layer, budgets in enumerate(self._division.budgets):
             pieces = {(piece.sequence, piece.head): piece for piece in self._division.pieces[layer][rank]}

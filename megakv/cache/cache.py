@@ -70,6 +70,10 @@ class ShardedCache(TransformersCache):
     def batch_size(self) -> int:
         return self.table.batch if self.length else -1
 
+    def pasts(self, batch: int) -> IntArray:
+        """``[B]`` slots that are cached of each sequence of such a batch."""
+        return np.full(batch, self.length)
+
     def begin(
         self, layout: Layout, batch: int, *, prompts: int | None = None, stays: bool = True, turn: bool = False
     ) -> None:
@@ -246,8 +250,12 @@ class ShardedCache(TransformersCache):
         """A layer's attention in the parts that are computed one behind the other, in the order of their rows."""
         return (call,)
 
+    def undo(self) -> None:
+        """Forget the tokens of a pass that failed half-way."""
+        self.cut_back(self.length)
+
     def cut_back(self, slots: int) -> None:
-        """Forget all tokens at `slots` and beyond, also those of a pass that failed half-way.
+        """Forget all tokens at `slots` and beyond.
 
         All are forgotten where what would stay sees some that a window has left behind, or that were evicted.
         """

@@ -67,6 +67,11 @@ class TokenBlock:
         """The tokens selected by a mask or by ascending indices."""
         return TokenBlock(self.sequence[keep], self.slot[keep], self.position[keep], self.batch)
 
+    def of(self, sequence: int) -> TokenBlock:
+        """Those of one sequence, as of a batch of one."""
+        run = self.run(sequence)
+        return TokenBlock(np.zeros_like(self.slot[run]), self.slot[run], self.position[run], 1)
+
     def without_last(self, counts: IntArray) -> TokenBlock:
         """The tokens but for so many of the last ones of each sequence: ``[B]``."""
         return self.take(np.arange(len(self)) < np.repeat(self.bounds[1:] - counts, np.diff(self.bounds)))
@@ -119,6 +124,15 @@ class Layout:
             return None
         width = 1 + int(self.tokens[rank].slot.max(initial=0))
         return np.searchsorted(self.tokens[rank].keys(width), self.stored[rank].keys(width))
+
+    def of(self, sequence: int) -> Layout:
+        """That of one sequence alone."""
+        return replace(
+            self,
+            tokens=tuple(block.of(sequence) for block in self.tokens),
+            stored=tuple(block.of(sequence) for block in self.stored),
+            wanted=None,
+        )
 
     def narrowed(self, wanted: TokenBlock) -> Layout:
         """The same with a last layer that computes no more than these tokens."""
@@ -269,6 +283,13 @@ class TokenTable:
         twin._columns = [[column.copy() for column in row] for row in self._columns]
         return twin
 
+    @classmethod
+    def joined(cls, tables: Sequence[TokenTable]) -> TokenTable:
+        """The sequences of several tables, behind one another, as long as no tokens come."""
+        twin = cls(tables[0].size, sum(table.batch for table in tables))
+        twin._columns = [[column for table in tables for column in table._columns[rank]] for rank in range(twin.size)]
+        return twin
+
     def only(self, group: range) -> TokenTable:
         """The same tokens of some sequences, as long as none come; all others have none."""
         twin, none = TokenTable(self.size, 0), TokenColumn(2)
@@ -304,12 +325,15 @@ def pieces(tokens: int, longest: int) -> list[tuple[int, int]]:
     return [(start, stop) for start, stop in pairwise(bounds) if start < stop]
 
 
-def new_tokens(mask: NDArray[np.bool_], positions: IntArray, first_slot: int) -> TokenBlock:
-    """Pack the tokens of a padded batch: ``[B, T]`` which are real, and their positions; a column is a slot."""
+def new_tokens(mask: NDArray[np.bool_], positions: IntArray, first_slot: int | IntArray) -> TokenBlock:
+    """Pack the tokens of a padded batch: ``[B, T]`` which are real, and their positions; a column is a slot.
+
+    The first column is the first slot, of all sequences or ``[B]`` of each.
+    """
     sequence, column = np.nonzero(mask)
     return TokenBlock(
         sequence=sequence.astype(np.int64),
-        slot=column.astype(np.int64) + first_slot,
+        slot=column.astype(np.int64) + np.broadcast_to(first_slot, len(mask))[sequence],
         position=positions[sequence, column].astype(np.int64),
         batch=mask.shape[0],
     )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.device import upload
-from megakv.distributed.sharding import new_tokens
+from megakv.distributed.sharding import IntArray, new_tokens
 from megakv.forward_pass import ForwardPass, LastRows, Wanted
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linear_slices import LinearSlices
@@ -76,22 +76,22 @@ class ForwardHooks:
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         batch, length = source.shape[:2]
         cache = self._cache(inputs)
-        past = cache.length
+        past, pasts = cache.length, cache.pasts(batch)
         generation = self._runtime.generation
         if length == 1 and generation is not None and generation.made(cache):
             # Known here: to read them, the host would wait for the device.
             mask, positions = np.ones((batch, 1), dtype=bool), cache.table.next_positions()[:, None]
         else:
             mask = self._mask(inputs.get("attention_mask"), batch, length, past)
-            positions = self._positions.of(inputs, mask, length, past)
-        new = new_tokens(mask[:, -length:], positions, past)
+            positions = self._positions.of(inputs, mask, length, pasts)
+        new = new_tokens(mask[:, -length:], positions, pasts)
         if len(new) == 0:
             # A piece of a longer prompt may be nothing but padding, as the first of those that a prompt is cut into.
             held = cache.length > 0 and bool(cache.table.counts().any())
             prompt = None if generation is None else generation.prompt
             if not held and (prompt is None or past + length >= prompt.stop):
                 raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
-        wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], past)
+        wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
         step = self._runtime.plan(new, cache, past + length, wanted)
         self._runtime.current = step
         prompts = None if generation is None else generation.prompts
@@ -99,7 +99,7 @@ class ForwardHooks:
         if step.evict:
             cache.evicts(step.slots)
         step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))
-        self._fill(inputs, step, source, past, embeds is not None)
+        self._fill(inputs, step, source, pasts, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.
         self._runtime.comm.failures.begin_pass()
         self._runtime.comm.ledger.enter_dense()
@@ -149,10 +149,10 @@ class ForwardHooks:
             )
         return mask.detach().cpu().numpy().astype(bool)
 
-    def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, past: int, embedded: bool) -> None:
+    def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, pasts: IntArray, embedded: bool) -> None:
         """Replace the global inputs by this rank's packed ones."""
         tokens = step.tokens
-        sequence, column, position = tokens.sequence, tokens.slot - past, tokens.position
+        sequence, column, position = tokens.sequence, tokens.slot - pasts[tokens.sequence], tokens.position
         # A stand-in row keeps tensors non-empty, and carries the longest position to rotary embeddings that need it.
         if len(tokens) == 0 or (self._length_dependent and position.max() < step.layout.max_position):
             sequence = np.append(sequence, 0)
@@ -177,6 +177,7 @@ class ForwardHooks:
         step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
         if len(index) < len(sequence):
             self._last_layer.open()
+        inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
 
@@ -190,13 +191,13 @@ class ForwardHooks:
             return None
         if not hasattr(output, "logits"):
             # The model raised: leave the cache as it was before.
-            step.cache.cut_back(step.cache.length)
+            step.cache.undo()
             return None
         try:
             logits = self._after_pieces(step, self._share(step, output.logits))
         except BaseException:
             # Another rank's model did.
-            step.cache.cut_back(step.cache.length)
+            step.cache.undo()
             raise
         self._runtime.comm.ledger.leave_dense()
         first = None if step.turn is None else step.turn.first

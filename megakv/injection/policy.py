@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.device import upload
+
 if TYPE_CHECKING:
     from megakv.injection.families import SubstitutedForward
 
@@ -84,20 +86,23 @@ class Positions:
         found = (m for m in model.modules() if hasattr(m, "create_position_ids_from_input_ids"))
         self._embeddings: Any = next(found, None)
 
-    def of(self, inputs: dict[str, Any], mask: NDArray[np.bool_], length: int, past: int) -> NDArray[np.int64]:
-        """``[B, T]`` of new tokens behind `past` cached ones, of which `mask` shows which are real."""
+    def of(
+        self, inputs: dict[str, Any], mask: NDArray[np.bool_], length: int, pasts: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """``[B, T]`` of new tokens behind ``[B]`` cached ones, of which `mask` shows which are real."""
+        past = pasts[:, None]
         given: Tensor | None = inputs.get("position_ids")
         if given is None and self._embeddings is not None:
             count, padding, ids = self._embeddings, self._embeddings.padding_idx, inputs.get("input_ids")
             if ids is None:
                 given = count.create_position_ids_from_inputs_embeds(inputs["inputs_embeds"], padding)
             else:
-                given = count.create_position_ids_from_input_ids(ids, padding, past)
+                given = count.create_position_ids_from_input_ids(ids, padding, upload(past, ids.device))
         if given is not None and self._given:
             positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
         elif self._counted:
             counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
             positions = counted[:, -length:] + (past if mask.shape[1] == length else 0)
         else:
-            positions = np.arange(past, past + length).reshape(1, length)
+            positions = past + np.arange(length)
         return np.broadcast_to(positions, (mask.shape[0], length))

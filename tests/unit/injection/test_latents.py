@@ -32,7 +32,7 @@ def test_a_token_is_cached_as_its_latent(prompt: int, alone: None) -> None:
     engine, plain = engine_of({})
     ids = torch.randint(3, VOCAB, (2, prompt))
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-    cache = engine._new_cache()
+    cache = engine.new_cache()
     answer = engine.generate_into(cache, ids, **options)
     assert torch.equal(answer, plain.generate(ids, **options))
     for layer in range(2):

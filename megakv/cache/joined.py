@@ -1,0 +1,128 @@
+"""Several caches of one sequence each, as one of a batch for the time of a pass: each sequence goes on where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from torch import Tensor
+
+from megakv.cache.cache import ShardedCache
+from megakv.cache.store import KVStore, Pair
+from megakv.distributed.sharding import IntArray, Layout, TokenTable
+from megakv.errors import MegaKVError
+
+INSEPARABLE = "caches that go through one pass stay in their order; cut back, fork or reorder each by itself"
+
+
+class JoinedStore(KVStore):
+    """A layer's stores of several caches: sequence b is the one sequence of the b-th."""
+
+    def __init__(self, stores: Sequence[KVStore]):
+        self._stores = stores
+
+    def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        for store in self._stores:
+            store.begin(complete=complete, turn=turn, ends=ends)
+
+    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        self._stores[sequence].append(0, k_KSD, v_KSD)
+
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
+        return self._stores[sequence].reserve(0, rows, k_KSD, v_KSD)
+
+    def part(self, sequence: int) -> Pair:
+        return self._stores[sequence].part(0)
+
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        return self._stores[sequence].runs(0)
+
+    def finish(self) -> None:
+        for store in self._stores:
+            store.finish()
+
+    def gone(self, sequence: int) -> int:
+        return self._stores[sequence].gone(0)
+
+    def rows(self, sequence: int) -> int:
+        return self._stores[sequence].rows(0)
+
+    def nbytes(self) -> int:
+        return sum(store.nbytes() for store in self._stores)
+
+    def crop(self, sequence: int, length: int) -> None:
+        self._stores[sequence].crop(0, length)
+
+    def reorder(self, index: list[int]) -> None:
+        raise MegaKVError(INSEPARABLE)
+
+    def fork(self) -> KVStore:
+        raise MegaKVError(INSEPARABLE)
+
+
+class JoinedCache(ShardedCache):
+    """Caches of one sequence each, of any lengths, in one pass.
+
+    Slots stay each sequence's own, so that causality and windows are what they are without the others. What the pass
+    adds is the members'; if it fails they are as before.
+    """
+
+    def __init__(self, members: Sequence[ShardedCache]):
+        first = members[0]
+        super().__init__(len(first), size=first.size, rank=first.rank)
+        self.members = members
+        self._ends: list[int] = []
+        self._join()
+
+    def _join(self) -> None:
+        empty = TokenTable(self.size, 1)
+        self.table = TokenTable.joined([member.table if member.length else empty for member in self.members])
+        self.length = max(member.length for member in self.members)
+        self.compressed = [ranges for member in self.members for ranges in member.compressed or [[]]]
+
+    def pasts(self, batch: int) -> IntArray:
+        assert batch == len(self.members)
+        return np.array([member.length for member in self.members])
+
+    def begin(
+        self, layout: Layout, batch: int, *, prompts: int | None = None, stays: bool = True, turn: bool = False
+    ) -> None:
+        pasts = self.pasts(batch)
+        counts = np.sum([np.diff(block.bounds) for block in layout.stored], axis=0)
+        self._ends = (pasts + counts).tolist()
+        for sequence, member in enumerate(self.members):
+            member.begin(layout.of(sequence), 1, stays=stays, turn=turn)
+        self.table = TokenTable.joined([member.table for member in self.members])
+        self._stores = [None] * len(self._stores)
+
+    def store(self, layer: int) -> KVStore:
+        store = self._stores[layer]
+        if store is None:
+            store = self._stores[layer] = JoinedStore([member.store(layer) for member in self.members])
+        return store
+
+    def attended(self, layer: int, slots: int) -> None:
+        for member, end in zip(self.members, self._ends, strict=True):
+            member.windows[layer] = self.windows[layer]
+            member.attended(layer, end)
+
+    def commit(
+        self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None, proposed: int = 0
+    ) -> None:
+        for member, end in zip(self.members, self._ends, strict=True):
+            member.commit(end)
+        self._join()
+
+    def undo(self) -> None:
+        for member in self.members:
+            member.undo()
+        self._join()
+
+    def cut_back(self, slots: int) -> None:
+        raise MegaKVError(INSEPARABLE)
+
+    def fork(self) -> ShardedCache:
+        raise MegaKVError(INSEPARABLE)
+
+    def _reindex(self, index: list[int]) -> None:
+        raise MegaKVError(INSEPARABLE)

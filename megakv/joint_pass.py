@@ -1,0 +1,68 @@
+"""What a pass over several caches takes: new tokens of each, ragged, and settings that can be served."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from megakv.cache.cache import ShardedCache
+from megakv.config import MegaKVConfig
+from megakv.injection.policy import depends_on_length
+
+Tokens = Sequence[int] | Tensor
+"""Of one sequence, in a tensor of one dimension or any other way."""
+
+
+def check_serves(config: MegaKVConfig, model: nn.Module) -> None:
+    """Refuse to serve several sequences with settings that cannot, by the name of the first of them."""
+    fairkv, offload, partition = config.megakv.fairkv, config.megakv.offload, config.megakv.runahead.partition
+    remedy = "leave it out to serve several sequences"
+    if fairkv.budget is not None:
+        raise ValueError(f"megakv.fairkv.budget = {fairkv.budget:g}: compressed caches are not served; {remedy}")
+    if fairkv.mapping is not None:
+        raise ValueError(f"megakv.fairkv.mapping = {fairkv.mapping!r}: mapped KV heads are not served; {remedy}")
+    if offload.enabled:
+        raise ValueError(f"megakv.offload.enabled = true: offloaded caches are not served; {remedy}")
+    if not isinstance(partition, str) and sum(partition) > 1 and all(isinstance(part, int) for part in partition):
+        raise ValueError(
+            f"megakv.runahead.partition = {partition}: token counts are of one prompt, and chunks of many have others; "
+            "give fractions, 'auto' or 'even'"
+        )
+    if depends_on_length(model):
+        raise ValueError(
+            "the model's rope_scaling follows the longest sequence of a pass (dynamic or longrope), so that sequences "
+            "would change one another; serve a model with another rope_type"
+        )
+
+
+def joint_input(
+    caches: Sequence[ShardedCache], tokens: Sequence[Tokens], like: ShardedCache, vocabulary: int
+) -> tuple[Tensor, Tensor | None]:
+    """``[B, T]`` new tokens of the caches, padded on the right, and their mask; None where nothing is padded.
+
+    A ValueError where caches are not of one sequence each, of an engine whose own are `like` that one, or tokens no
+    tokens.
+    """
+    if not caches or len(caches) != len(tokens):
+        raise ValueError(f"{len(caches)} caches with new tokens of {len(tokens)}: one list of tokens for each, please")
+    if len({id(cache) for cache in caches}) < len(caches):
+        raise ValueError("a cache is given twice: fork it, for each sequence goes on in a cache of its own")
+    mesh = like.size, like.rank, len(like)
+    for index, cache in enumerate(caches):
+        if (cache.size, cache.rank, len(cache)) != mesh or cache.batch_size not in (-1, 1) or cache.holds_compressed:
+            raise ValueError(
+                f"caches[{index}] is not of one uncompressed sequence on this mesh; make one with engine.new_cache()"
+            )
+    rows = [np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in tokens]
+    for index, row in enumerate(rows):
+        whole = row.ndim == 1 and row.size and row.dtype.kind in "iu"
+        if not whole or row.min() < 0 or row.max() >= vocabulary:
+            raise ValueError(f"tokens[{index}] must be one or more token ids below {vocabulary}, in one dimension")
+    lengths = np.array([len(row) for row in rows])
+    real = np.arange(lengths.max()) < lengths[:, None]
+    ids = np.zeros(real.shape, dtype=np.int64)
+    ids[real] = np.concatenate(rows)
+    return torch.from_numpy(ids), None if real.all() else torch.from_numpy(real)
