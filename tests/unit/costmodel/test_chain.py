@@ -222,11 +222,14 @@ def test_windows_bound_the_prefix() -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize(("size", "tokens"), [(2, 60), (3, 30), (4, 20)])
 def test_best_partition_is_as_good_as_any(size: int, tokens: int) -> None:
-    """Exhaustively: all partitions of few tokens, ranks without any included."""
+    """Exhaustively: all partitions of few tokens, ranks without any included.
+
+    At least 4 of 6 machines' are within 1% of the best, and all within 10%.
+    """
     cuts = itertools.combinations_with_replacement(range(tokens + 1), size - 1)
     every = [tuple(b - a for a, b in itertools.pairwise((0, *cut, tokens))) for cut in cuts]
     excess = []
-    for _ in range(5):
+    for _ in range(6):
         pair_s = 10 ** random.uniform(-6, -3)
         # From links that are not worth using to such as are never waited for.
         link = Curve.affine(0.0, 10 ** random.uniform(0, 3.5) / pair_s)
@@ -235,7 +238,7 @@ def test_best_partition_is_as_good_as_any(size: int, tokens: int) -> None:
         chosen = best_partition(profile, model, tokens, size)
         assert sum(chosen) == tokens and len(chosen) == size
         excess.append(chain_seconds(profile, model, chosen).seconds / fastest - 1)
-    assert sorted(excess)[2] <= 0.01 and max(excess) <= 0.08
+    assert sorted(excess)[3] <= 0.01 and max(excess) <= 0.1, excess
 
 
 def test_best_partition_evens_out_the_work() -> None:

@@ -154,6 +154,7 @@ def by_request(found: HeadMapping, requests: np.ndarray) -> float:
     return float(np.mean(values))
 
 
+@pytest.mark.usefixtures("same_budgets")
 def test_held_out_requests() -> None:
     """Mapped for half of the prompts: never below contiguous on the others, and balanced by their own splits."""
     rows = skewed(6, 8)
@@ -171,6 +172,7 @@ def test_held_out_requests() -> None:
             assert prompted.bound == 0
 
 
+@pytest.mark.usefixtures("same_budgets")
 def test_held_out_requests_are_balanced() -> None:
     """In the mean over models: where single heads keep most of many layers, eight copies are too few."""
     balances = []

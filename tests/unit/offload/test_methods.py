@@ -2,7 +2,7 @@
 
 import math
 import random
-import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from megakv.offload.chunked import Chunked
 from megakv.offload.cpu_rank import All
 from megakv.offload.kvpr import KVPR, split_seconds
 from megakv.offload.method import spread, steady_split
+from tests.measuring import count_calls
 
 INSTANCES = 300
 
@@ -196,10 +197,9 @@ def test_a_step_of_a_long_sequence_is_divided_at_once() -> None:
     costs = LayerCosts(
         1.3e-7, 0.7e-7, 0.4e-7, transfer_s=1e-5, launch_s=2e-5, device_s=1e-3, host_attend_s=6e-8, host_fixed_s=1e-4
     )
-    took = []
     for tokens in range(131072, 131092):
-        begun = time.thread_time()
-        found = All().split(group(costs, tokens))
-        took.append(time.thread_time() - begun)
+        given = group(costs, tokens)
+        found = All().split(given)
         assert found is not None and found.recomputed and found.on_host and found.streamed
-    assert min(took) < 1e-3
+        # However long the sequence is.
+        assert count_calls(partial(All().split, given)) < 1000
