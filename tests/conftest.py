@@ -14,36 +14,54 @@ import pytest
 import torch
 
 SEED = "MEGAKV_TEST_SEED"
+POOLS = {"launchers": 2}
+"""Pools that files share, and how many tests of each are drawn in all: what real launchers do beside `forked`."""
 # Files that take longest, of ten seconds and more. They begin first: a long one at the end would be waited for alone.
 LONG_FILES = (
-    "distributed/test_exactness.py",
     "distributed/test_random_engines.py",
-    "unit/injection/test_support.py",
-    "distributed/test_kill.py",
-    "distributed/test_fairkv.py",
-    "distributed/test_runahead.py",
-    "hosts/test_main_job.py",
-    "unit/recipes/test_recipes.py",
-    "unit/offload/test_exactness.py",
-    "hosts/test_hosts.py",
-    "distributed/test_lost_peer.py",
-    "hosts/test_noise.py",
-    "distributed/test_partition_search.py",
     "unit/benchmarks/test_prefill.py",
-    "distributed/test_properties.py",
-    "distributed/test_job.py",
-    "unit/benchmarks/test_offload.py",
-    "unit/runahead/test_search.py",
-    "distributed/test_launch.py",
+    "distributed/test_fairkv_command.py",
+    "distributed/test_runahead.py",
+    "distributed/test_fairkv.py",
+    "unit/benchmarks/test_rivals.py",
+    "distributed/test_kill.py",
+    "distributed/test_exactness.py",
+    "distributed/test_run_command.py",
     "distributed/test_passkey.py",
+    "unit/runahead/test_search.py",
+    "unit/offload/test_combinations.py",
+    "unit/benchmarks/test_limits.py",
+    "unit/benchmarks/test_fairkv.py",
+    "unit/fairkv/test_shared_heads.py",
+    "distributed/test_job.py",
     "unit/benchmarks/test_runahead.py",
-    "hosts/test_hosts_benchmark.py",
-    "distributed/test_offload.py",
-    "unit/tracking/test_monitor.py",
-    "distributed/test_bad_input.py",
+    "unit/benchmarks/test_offload.py",
+    "distributed/test_partition_search.py",
+    "unit/attention/test_compiled.py",
+    "unit/offload/test_quantization.py",
+    "unit/offload/test_exactness.py",
     "distributed/test_recipe.py",
+    "distributed/test_launch.py",
+    "distributed/test_chat.py",
+    "unit/offload/test_windows.py",
+    "distributed/test_lost_peer.py",
+    "unit/test_tensor_parallel.py",
+    "distributed/test_bad_input.py",
     "distributed/test_sessions.py",
-    "unit/costmodel/test_chain.py",
+    "unit/benchmarks/test_scaling.py",
+    "unit/offload/test_columns.py",
+    "distributed/test_placement.py",
+    "unit/attention/test_prefill_plan.py",
+    "distributed/test_properties.py",
+    "hosts/test_hosts_benchmark.py",
+    "unit/benchmarks/test_host_attention.py",
+    "unit/recipes/test_recipes.py",
+    "unit/fairkv/test_memory.py",
+    "distributed/test_shared_memory.py",
+    "unit/benchmarks/test_decode.py",
+    "hosts/test_noise.py",
+    "unit/test_session_files.py",
+    "distributed/test_offload.py",
 )
 
 
@@ -73,6 +91,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.draw = vars(config).get("workerinput", {"draw": new_seed()})["draw"]
     config.addinivalue_line("markers", "full: part of the whole matrix, run with --full only")
     config.addinivalue_line("markers", "drawn(count, pool): of a test's parameters, or a file's pool, so many run")
+    config.addinivalue_line("markers", "drawn(pool): of a pool of POOLS, over all files")
     config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
     torch.set_num_threads(1)
     # A script's background jobs ignore Ctrl-C, and so does all that they start; tests send it to what they start.
@@ -99,7 +118,7 @@ def pytest_collection_finish() -> None:
 
 
 def draw(items: list[pytest.Item], seed: int) -> None:
-    """Skip what is not drawn of each test's parameters that are marked `drawn`, or of a file's pool of that name.
+    """Skip what is not drawn of each test's parameters that are marked `drawn`, or of a file's pool, or one of `POOLS`.
 
     What is asked for by its name alone runs. Tests of a file that have as many parameters draw the same.
     """
@@ -108,8 +127,10 @@ def draw(items: list[pytest.Item], seed: int) -> None:
         marker = item.get_closest_marker("drawn")
         if marker is not None and not item.get_closest_marker("full"):
             count, *pool = marker.args
-            test = "" if pool else item.nodeid.partition("[")[0]
-            pools.setdefault((item.nodeid.partition("::")[0], *pool, test, count), []).append(item)
+            file, test = item.nodeid.partition("::")[0], "" if pool else item.nodeid.partition("[")[0]
+            if count in POOLS:
+                file, test, pool, count = "", "", [count], POOLS[count]
+            pools.setdefault((file, *pool, test, count), []).append(item)
     for (*pool, _, count), found in pools.items():
         chosen = random.Random(f"{seed} {pool}").sample(found, min(count, len(found)))
         for item in found:

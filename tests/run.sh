@@ -36,8 +36,8 @@ check ruff format --check .
 typed=$!
 
 echo "== pytest $*"
-# Most tests wait for processes to start or for one thread: two files at a time use two cores.
-pytest -n 2 --dist loadfile --no-loadscope-reorder "$@" </dev/null
+# Tests wait for processes to start, for messages and for clocks: three files at a time keep two cores busy.
+pytest -n 3 --dist loadfile --no-loadscope-reorder "$@" </dev/null
 status=$?
 echo "== types"
 wait "$typed" || failed+=("types")

@@ -24,10 +24,8 @@ from tests.distributed.models import prose, save_model, word_tokenizer
 
 RANKS = Path(__file__).parent / "ranks"
 RUN = ROOT / "launcher" / "run.py"
-# From the start of ranks that have imported everything to the end of the last one.
-SECONDS = 10.0
-# With imports and launcher, which take most of it, on a busy machine.
 LACKING = "a type that the device lacks"
+# On a busy machine. Who waited for a rank that has ended would do so for `timeout_s`, which is ten minutes.
 LAUNCH_SECONDS = 90.0
 # A rank that knows something rank 0 does not leaves it the first word for so long.
 PATIENCE = 10.0
@@ -335,7 +333,6 @@ def test_every_rank_ends_with_one_message(inputs: Inputs, name: str) -> None:
     assert result.leftovers == []
     assert_one_message(result.stderr, kind.message)
     assert "megakv: error" not in result.stdout
-    assert result.seconds <= SECONDS + kind.patience, result
 
 
 def test_where_ranks_cannot_meet_is_named(inputs: Inputs) -> None:

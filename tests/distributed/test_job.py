@@ -112,7 +112,7 @@ def one_plain_process(job: Job) -> None:
     check_outcome(job.outcome(), ranks=1, prompt_tokens=PROMPT_TOKENS + 1)
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn("launchers")
 @pytest.mark.parametrize("start", [torchrun, one_plain_process])
 def test_other_ways_to_start(job: Job, start: Callable[[Job], None]) -> None:
     start(job)

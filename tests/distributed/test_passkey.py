@@ -15,7 +15,7 @@ RANKS = Path(__file__).parent / "ranks"
 @pytest.mark.parametrize(
     ("config", "ranks", "tokens", "launcher"),
     [
-        ("cp2_tp1.json", 2, 2048, "deepspeed"),
+        pytest.param("cp2_tp1.json", 2, 2048, "deepspeed", marks=pytest.mark.drawn("launchers")),
         ("cp2_tp2.json", 4, 2048, "forked"),
         pytest.param("cp2_tp2.json", 4, 4096, "deepspeed", marks=pytest.mark.full),
     ],
