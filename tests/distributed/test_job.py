@@ -54,7 +54,7 @@ def check_outcome(outcome: RunReport, ranks: int, prompt_tokens: int = PROMPT_TO
     assert outcome.prompt_tokens == prompt_tokens and outcome.new_tokens == NEW_TOKENS
     assert outcome.settings["max_new_tokens"] == NEW_TOKENS
     assert outcome.ttft_s and outcome.ttit_s and outcome.generated_s
-    assert 0 < outcome.ttit_s < 10 and 0 < outcome.ttft_s < outcome.generated_s < 60
+    assert 0 < outcome.ttit_s < outcome.generated_s and 0 < outcome.ttft_s < outcome.generated_s
     assert outcome.mesh == {"cp": ranks, "tp": 1}
     # The last token's keys and values are never needed.
     tokens = [rank.tokens for rank in outcome.ranks]

@@ -106,7 +106,7 @@ def test_the_table_holds_what_was_searched(search: Search) -> None:
     assert table.chain.fingerprint.ranks == RANKS and table.chain.model.dtype == "float32"
     short, long = table.entries
     assert (short.context, long.context) == (SHORT, LONG)
-    assert short.even_ttft_s == PLANTED_S and 1e-4 < long.even_ttft_s < 10
+    assert short.even_ttft_s == PLANTED_S != long.even_ttft_s > 0
     for entry in table.entries:
         assert entry.evaluations >= 3
         assert f"{' / '.join(map(str, from_fractions(entry.fractions, entry.context)))}\n" in search.printed

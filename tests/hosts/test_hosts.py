@@ -145,7 +145,7 @@ def test_failure_time_out_and_leftovers(two: Hosts) -> None:
     result = two.run(["bash", "-c", "echo out; echo err >&2; ssh host2 exit 7"], timeout=30)
     assert (result.returncode, result.stdout, result.stderr, result.leftovers) == (7, "out\n", "err\n", [])
     result = two.run(["ssh", "host2", "sleep", "1000"], timeout=2)
-    assert result.returncode is None and 2 <= result.seconds < 7 and two.processes() == []
+    assert result.returncode is None and 2 <= result.seconds and two.processes() == []
     result = two.run(["ssh", "host2", "setsid sleep 1000 >/dev/null 2>&1 </dev/null &"], timeout=30)
     assert result.returncode == 0 and ["sleep 1000" in line for line in result.leftovers] == [True]
     assert two.processes() == []
