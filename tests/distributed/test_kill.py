@@ -36,7 +36,7 @@ MOMENTS = (
     ("offload cpu_rank", "2x1"),
 )
 """Work and meshes, taken in turn."""
-QUICK, FULL = 30, 300
+QUICK, FULL = len(MOMENTS), 300
 
 
 @dataclass(frozen=True)

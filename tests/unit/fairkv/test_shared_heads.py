@@ -211,6 +211,7 @@ def engine() -> Iterator[SimpleNamespace]:
     memory.close()
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("ragged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("copies", get_args(Copies))
