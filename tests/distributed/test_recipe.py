@@ -52,6 +52,7 @@ def run(script: Path, *words: str) -> Result:
     return run_command(["bash", script, *words], timeout=240).check()
 
 
+@pytest.mark.drawn("launchers")
 def test_ranks_read_a_prompt(tmp_path: Path) -> None:
     run(make_checkout(tmp_path / "checkout"), *words_of_a_run(tmp_path))
     check_outcome(tmp_path)

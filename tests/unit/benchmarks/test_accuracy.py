@@ -74,6 +74,7 @@ def test_shared_reading_is_like_reading_whole(monkeypatch: pytest.MonkeyPatch, a
             assert all(answer.kept == (40 if way.budget else answer.tokens) for answer in shared[way.name])
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run(tmp_path: Path) -> None:
     items = [
         {"task": "niah_single_1", "context": context, "text": text(context // 2 - 10), "expected": ["12345"]}

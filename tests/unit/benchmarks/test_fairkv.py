@@ -68,6 +68,7 @@ def test_the_default_budgets_are_as_skewed_as_log_normal_ones_are_on_average() -
         assert own == pytest.approx(mean, abs=0.01)
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run_of_all_parts(tmp_path: Path) -> None:
     path = tmp_path / "fairkv.json"
     done = fork("--ranks", "2", "--repeats", "3", "--methods", ",".join(TRIED), "--profile-seconds", "1",

@@ -13,6 +13,7 @@ from tests.unit.benchmarks.running import run_benchmark
 run = partial(run_benchmark, "fairkv_latency.py")
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "latency.json"
     shape = ["--kv-heads", "4", "--group", "2", "--head-dim", "16", "--dtype", "fp32", "--layers", "2"]

@@ -11,6 +11,7 @@ from tests.unit.benchmarks.running import run_benchmark
 run = partial(run_benchmark, "host_attention.py")
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}.items():
         monkeypatch.setenv(name, value)

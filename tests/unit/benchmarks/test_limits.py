@@ -11,6 +11,7 @@ from tests.unit.benchmarks.running import run_benchmark
 run = partial(run_benchmark, "limits.py")
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "limits.json"
     done = run(
@@ -38,6 +39,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert "4:2 heads of 20" in done.stdout and "attention_share" in done.stdout
 
 
+@pytest.mark.drawn("benchmarks")
 def test_rates_of_products_are_bytes_by_seconds(tmp_path: Path) -> None:
     path = tmp_path / "limits.json"
     done = run(

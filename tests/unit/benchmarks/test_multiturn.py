@@ -17,6 +17,7 @@ run = partial(run_benchmark, "multiturn.py")
 fork = partial(fork_benchmark, "multiturn.py")
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run(tmp_path: Path) -> None:
     path, config = tmp_path / "multiturn.json", tmp_path / "config" / "links-free.json"
     config.parent.mkdir()

@@ -11,6 +11,7 @@ from tests.unit.benchmarks.running import run_benchmark
 MODEL = ROOT / "recipes" / "passkey" / "model"
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tiny_run(tmp_path: Path) -> None:
     path = tmp_path / "rivals.json"
     # The model has no GGUF file: llama.cpp cannot be had, here and where its environment was made.
