@@ -13,6 +13,7 @@
 #include <omp.h>
 #include <vector>
 
+#include "cells.h"
 #include "products.h"
 #include "vectors.h"
 
@@ -33,7 +34,8 @@ constexpr double LOG2E = 1.44269504088896341, LN2 = 0.693147180559945309;
 constexpr float INFINITE = std::numeric_limits<float>::infinity();
 
 struct Problem {
-  int64_t type;  // 0 float32, 1 bfloat16, 2 float16
+  int64_t type;   // 0 float32, 1 bfloat16, 2 float16
+  int64_t pairs;  // bfloat16 is multiplied as it is, by pairs, and weights are rounded to it
   int64_t kv_heads, group, rows, keys, key_dim, value_dim;
   // Elements from one head, or token, to the next.
   int64_t q_head, q_step, k_head, k_step, v_head, v_step;
@@ -57,17 +59,11 @@ struct Panel {
   alignas(64) float top[PANEL], total[PANEL], keep[PANEL];
 };
 
-struct Buffers {
-  std::vector<float> queries, outputs, keys, values, scores;
+template <class Cell> struct Buffers {
+  std::vector<Cell> queries, keys, values;
+  std::vector<float> outputs, scores;
   std::vector<Panel> panels;
 };
-
-template <class T> void widen(const T* from, int dim, float* to, int width) {
-  int d = 0;
-  for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
-  for (; d < dim; ++d) to[d] = scalar(from + d);
-  for (; d < width; ++d) to[d] = 0;
-}
 
 inline void prepare(const Problem& p, int64_t head, int64_t first, Panel& panel) {
   panel.vectors = padded(panel.count, LANES) / LANES;
@@ -127,10 +123,11 @@ inline void hide(const Panel& panel, int64_t begin, int count, float* scores) {
   }
 }
 
-// Softmax of a panel over a tile: weights in place of scores, and what is kept of earlier tiles.
-inline void weigh(Panel& panel, int count, float factor, float* scores) {
+// Softmax of a panel over a tile: weights' cells in place of scores, and what is kept of earlier tiles.
+template <class Cell> void weigh(Panel& panel, int count, float factor, float* scores) {
   for (int c = 0; c < panel.vectors; ++c) {
-    float* const column = scores + c * LANES;
+    const float* const column = scores + c * LANES;
+    Cell* const weights = (Cell*)scores + c * LANES;
     const Floats before = load(panel.top + c * LANES);
     Floats most[4] = {before, before, before, before};
     int j = 0;
@@ -142,16 +139,14 @@ inline void weigh(Panel& panel, int count, float factor, float* scores) {
     const Floats base = top == -INFINITE ? Floats{} : top;
     const Floats scaled = base * factor, keep = power_of_two(before * factor - scaled);
     Floats total[2] = {load(panel.total + c * LANES) * keep, Floats{}};
-    for (j = 0; j + 2 <= count; j += 2)
-      for (int i = 0; i < 2; ++i) {
-        const Floats weight = power_of_two(load(column + (j + i) * PANEL) * factor - scaled);
-        total[i] += weight;
-        store(column + (j + i) * PANEL, weight);
+    for (j = 0; j < count; j += 2) {
+      Floats weight[2] = {};
+      for (int i = 0; i < std::min(2, count - j); ++i) {
+        weight[i] = power_of_two(load(column + (j + i) * PANEL) * factor - scaled);
+        total[i] += weight[i];
       }
-    for (; j < count; ++j) {
-      const Floats weight = power_of_two(load(column + j * PANEL) * factor - scaled);
-      total[0] += weight;
-      store(column + j * PANEL, weight);
+      // A tile has an even number of keys, so that there is a place for the second one.
+      store_weights(weights + j / NUMBERS<Cell> * PANEL, PANEL, weight[0], weight[1]);
     }
     store(panel.keep + c * LANES, keep);
     store(panel.total + c * LANES, total[0] + total[1]);
@@ -160,59 +155,52 @@ inline void weigh(Panel& panel, int count, float factor, float* scores) {
 }
 
 // Query rows [first, end) of a KV head.
-template <class T>
+template <class T, class Cell>
 void attend(const Problem& p, const void* q, const void* k, const void* v, int64_t head, int64_t first,
-            int64_t end, Buffers& buffers, float* out, float* lse) {
+            int64_t end, Buffers<Cell>& buffers, float* out, float* lse) {
   const bool plain = !p.cap && !p.slopes;
   // Scores become exponents of 2.
   const double factor = plain ? p.scale * LOG2E : LOG2E;
-  const int dim = (int)p.key_dim, value_width = padded(p.value_dim, LANES);
+  const int dim = (int)p.key_dim, value_width = padded(p.value_dim, LANES), cells = in_cells<Cell>(dim);
   const int count = padded(end - first, PANEL) / PANEL;
   int64_t low = p.keys, high = 0;
+  Cell *const keys = buffers.keys.data(), *const values = buffers.values.data(), *const query = keys;
+  float* const scores = buffers.scores.data();
   for (int i = 0; i < count; ++i) {
     Panel& panel = buffers.panels[i];
     const int64_t row = first + i * PANEL;
     panel.count = (int)std::min<int64_t>(PANEL, end - row);
     prepare(p, head, row, panel);
     low = std::min(low, panel.least_low), high = std::max(high, panel.most_high);
-    float* const queries = &buffers.queries[(int64_t)i * PANEL * dim];
-    for (int r = 0; r < panel.count; ++r) {
-      const int64_t token = (row + r) / p.group, own = head * p.group + (row + r) % p.group;
-      const T* const from = (const T*)q + own * p.q_head + token * p.q_step;
-      float query[LANES];
-      int d = 0;
-      for (; d + LANES <= dim; d += LANES) {
-        store(query, load(from + d));
-        for (int l = 0; l < LANES; ++l) queries[(d + l) * PANEL + r] = query[l];
-      }
-      for (; d < dim; ++d) queries[d * PANEL + r] = scalar(from + d);
+    Cell* const queries = &buffers.queries[(int64_t)i * PANEL * cells];
+    for (int r = 0; r < panel.vectors * LANES; ++r) {
+      // Lanes without a row have the last one's queries.
+      const int64_t own = row + std::min(r, panel.count - 1), token = own / p.group;
+      pack((const T*)q + (head * p.group + own % p.group) * p.q_head + token * p.q_step, dim, query, cells);
+      for (int d = 0; d < cells; ++d) queries[d * PANEL + r] = query[d];
     }
-    for (int r = panel.count; r < panel.vectors * LANES; ++r)
-      for (int d = 0; d < dim; ++d) queries[d * PANEL + r] = 0;
   }
   std::fill_n(buffers.outputs.begin(), (int64_t)count * PANEL * value_width, 0.0f);
-  float *const keys = buffers.keys.data(), *const values = buffers.values.data(), *const scores = buffers.scores.data();
   for (int64_t begin = low; begin < high; begin += TILE) {
     const int tile = (int)std::min<int64_t>(TILE, high - begin);
-    for (int j = 0; j < tile; ++j) {
-      widen((const T*)k + head * p.k_head + (begin + j) * p.k_step, dim, keys + j * dim, dim);
-      widen((const T*)v + head * p.v_head + (begin + j) * p.v_step, (int)p.value_dim, values + j * value_width,
-            value_width);
-    }
+    for (int j = 0; j < tile; ++j)
+      pack((const T*)k + head * p.k_head + (begin + j) * p.k_step, dim, keys + j * cells, cells);
+    pack_columns((const T*)v + head * p.v_head + begin * p.v_step, p.v_step, tile, (int)p.value_dim, values,
+                 value_width);
     for (int i = 0; i < count; ++i) {
       Panel& panel = buffers.panels[i];
       if (panel.most_high <= begin || panel.least_low >= begin + tile) continue;
       const int seen = (int)std::min<int64_t>(tile, panel.most_high - begin);
-      const float* const queries = &buffers.queries[(int64_t)i * PANEL * dim];
+      const Cell* const queries = &buffers.queries[(int64_t)i * PANEL * cells];
       float* const outputs = &buffers.outputs[(int64_t)i * PANEL * value_width];
-      for (int d = 0; d < dim; d += DEPTH)
-        multiply<false>(seen, panel.vectors, keys + d, dim, 1, queries + (int64_t)d * PANEL, PANEL,
-                        std::min(DEPTH, dim - d), scores, PANEL, panel.keep, d == 0);
+      for (int d = 0; d < cells; d += DEPTH)
+        multiply<false>(seen, panel.vectors, keys + d, cells, 1, queries + (int64_t)d * PANEL, PANEL,
+                        std::min(DEPTH, cells - d), scores, PANEL, panel.keep, d == 0);
       if (!plain) adjust(p, panel, begin, seen, scores);
       if (panel.most_low > begin || panel.least_high < begin + seen) hide(panel, begin, seen, scores);
-      weigh(panel, seen, (float)factor, scores);
-      multiply<true>(panel.count, value_width / LANES, scores, 1, PANEL, values, value_width, seen, outputs,
-                     value_width, panel.keep, false);
+      weigh<Cell>(panel, seen, (float)factor, scores);
+      multiply<true>(panel.count, value_width / LANES, (const Cell*)scores, 1, PANEL, values, value_width,
+                     in_cells<Cell>(seen), outputs, value_width, panel.keep, false);
     }
   }
   for (int i = 0; i < count; ++i) {
@@ -228,7 +216,7 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
   }
 }
 
-template <class T>
+template <class T, class Cell>
 void prefill(const Problem& p, const void* q, const void* k, const void* v, int threads, float* out,
              float* lse) {
   const int64_t rows = p.rows * p.group, value_width = padded(p.value_dim, LANES);
@@ -243,12 +231,12 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
     while (blocks * p.kv_heads % threads) ++blocks;
   const int64_t size = padded((rows + blocks - 1) / blocks, LANES);
   blocks = (rows + size - 1) / size;
-  std::vector<Buffers> buffers(threads);
-  for (Buffers& own : buffers) {
-    own.queries.resize(padded(size, PANEL) * p.key_dim);
+  std::vector<Buffers<Cell>> buffers(threads);
+  for (Buffers<Cell>& own : buffers) {
+    own.queries.resize(padded(size, PANEL) * in_cells<Cell>(p.key_dim));
     own.outputs.resize(padded(size, PANEL) * value_width);
-    own.keys.resize(TILE * p.key_dim);
-    own.values.resize(TILE * value_width);
+    own.keys.resize(TILE * in_cells<Cell>(p.key_dim));
+    own.values.resize(in_cells<Cell>(TILE) * value_width);
     own.scores.resize(TILE * PANEL);
     own.panels.resize(padded(size, PANEL) / PANEL);
   }
@@ -256,7 +244,7 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
   for (int64_t item = 0; item < blocks * p.kv_heads; ++item) {
     // The last rows see the most keys.
     const int64_t block = blocks - 1 - item / p.kv_heads, head = item % p.kv_heads;
-    attend<T>(p, q, k, v, head, block * size, std::min(rows, (block + 1) * size), buffers[omp_get_thread_num()],
+    attend<T, Cell>(p, q, k, v, head, block * size, std::min(rows, (block + 1) * size), buffers[omp_get_thread_num()],
               out, lse);
   }
 }
@@ -269,11 +257,26 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
 extern "C" int megakv_prefill(const Problem* problem, const void* q, const void* k, const void* v, int threads,
                               float* out, float* lse) {
   try {
-    if (problem->type == 0) prefill<float>(*problem, q, k, v, threads, out, lse);
-    if (problem->type == 1) prefill<BFloat16>(*problem, q, k, v, threads, out, lse);
-    if (problem->type == 2) prefill<Float16>(*problem, q, k, v, threads, out, lse);
+    const auto call = [&](auto type, auto cell) {
+      prefill<decltype(type), decltype(cell)>(*problem, q, k, v, threads, out, lse);
+    };
+#ifdef __AVX512BF16__
+    if (problem->pairs) return call(BFloat16{}, Pair{}), 0;
+#endif
+    if (problem->type == 0) call(float{}, float{});
+    if (problem->type == 1) call(BFloat16{}, float{});
+    if (problem->type == 2) call(Float16{}, float{});
   } catch (const std::bad_alloc&) {
     return 1;
   }
   return 0;
+}
+
+// Whether `pairs` of a problem is compiled.
+extern "C" int megakv_prefill_pairs() {
+#ifdef __AVX512BF16__
+  return 1;
+#else
+  return 0;
+#endif
 }

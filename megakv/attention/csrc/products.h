@@ -1,10 +1,11 @@
-// Products of small matrices of float32 that lie in the first cache.
+// Products of small matrices that lie in the first cache, summed up in float32.
 
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 
+#include "cells.h"
 #include "vectors.h"
 
 namespace {
@@ -16,9 +17,10 @@ constexpr int ROWS = 6, COLUMNS = 4;
 constexpr int ROWS = 6, COLUMNS = 2;
 #endif
 
-// to[r][c] = keep[r] * to[r][c] + sum over i of a[r * a_row + i * a_next] * b[i * b_step + c] for R rows and C vectors.
-template <int R, int C, bool SCALED>
-inline void product(const float* a, int a_row, int a_next, const float* b, int b_step, int count, float* to,
+// to[r][c] = keep[r] * to[r][c] + sum over i of a[r * a_row + i * a_next] * b[i * b_step + c] for R rows and C vectors;
+// a product of two cells is that of their numbers, summed up.
+template <int R, int C, bool SCALED, class Cell>
+inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_step, int count, float* to,
                     int to_step, const float* keep, bool fresh) {
   Floats sum[R][C];
   for (int r = 0; r < R; ++r)
@@ -27,19 +29,19 @@ inline void product(const float* a, int a_row, int a_next, const float* b, int b
       if (SCALED) sum[r][c] *= keep[r];
     }
   for (int i = 0; i < count; ++i) {
-    Floats value[C];
+    decltype(load(b)) value[C];
     for (int c = 0; c < C; ++c) value[c] = load(b + (int64_t)i * b_step + c * LANES);
     for (int r = 0; r < R; ++r) {
-      const float factor = a[r * a_row + i * a_next];
-      for (int c = 0; c < C; ++c) sum[r][c] += factor * value[c];
+      const Cell factor = a[r * a_row + i * a_next];
+      for (int c = 0; c < C; ++c) sum[r][c] = add_product(sum[r][c], factor, value[c]);
     }
   }
   for (int r = 0; r < R; ++r)
     for (int c = 0; c < C; ++c) store(to + r * to_step + c * LANES, sum[r][c]);
 }
 
-template <int C, bool SCALED>
-inline void product_rows(int rows, const float* a, int a_row, int a_next, const float* b, int b_step, int count,
+template <int C, bool SCALED, class Cell>
+inline void product_rows(int rows, const Cell* a, int a_row, int a_next, const Cell* b, int b_step, int count,
                          float* to, int to_step, const float* keep, bool fresh) {
   int r = 0;
   for (; r + ROWS <= rows; r += ROWS)
@@ -54,8 +56,8 @@ inline void product_rows(int rows, const float* a, int a_row, int a_next, const 
 }
 
 // The same for any number of vectors of columns.
-template <bool SCALED>
-inline void multiply(int rows, int vectors, const float* a, int a_row, int a_next, const float* b, int b_step,
+template <bool SCALED, class Cell>
+inline void multiply(int rows, int vectors, const Cell* a, int a_row, int a_next, const Cell* b, int b_step,
                      int count, float* to, int to_step, const float* keep, bool fresh) {
   for (int left = vectors; left;) {
     const int parts = (left + COLUMNS - 1) / COLUMNS, now = (left + parts - 1) / parts;
