@@ -48,6 +48,9 @@ struct Problem {
   double scale, cap;  // A scaled score s becomes cap * tanh(s / cap); 0: none.
 };
 
+// Lines of the cache that so many cells take.
+inline int64_t lines(int64_t cells) { return (cells + 15) / 16; }
+
 inline int padded(int64_t count, int multiple) { return (int)((count + multiple - 1) / multiple * multiple); }
 
 // Query rows [first, first + count) of a KV head, of one block; a row is a token's query of one head of the group.
@@ -59,9 +62,11 @@ struct Panel {
   alignas(64) float top[PANEL], total[PANEL], keep[PANEL];
 };
 
-template <class Cell> struct Buffers {
-  std::vector<Cell> queries, keys, values;
-  std::vector<float> outputs, scores;
+// Vectors that begin where a line of the cache does are read at once.
+struct alignas(64) Line { unsigned char bytes[64]; };
+
+struct Buffers {
+  std::vector<Line> queries, keys, values, scores, outputs;
   std::vector<Panel> panels;
 };
 
@@ -139,14 +144,17 @@ template <class Cell> void weigh(Panel& panel, int count, float factor, float* s
     const Floats base = top == -INFINITE ? Floats{} : top;
     const Floats scaled = base * factor, keep = power_of_two(before * factor - scaled);
     Floats total[2] = {load(panel.total + c * LANES) * keep, Floats{}};
-    for (j = 0; j < count; j += 2) {
-      Floats weight[2] = {};
-      for (int i = 0; i < std::min(2, count - j); ++i) {
-        weight[i] = power_of_two(load(column + (j + i) * PANEL) * factor - scaled);
-        total[i] += weight[i];
-      }
-      // A tile has an even number of keys, so that there is a place for the second one.
-      store_weights(weights + j / NUMBERS<Cell> * PANEL, PANEL, weight[0], weight[1]);
+    const auto weight = [&](int j) { return power_of_two(load(column + j * PANEL) * factor - scaled); };
+    for (j = 0; j + 2 <= count; j += 2) {
+      const Floats first = weight(j), second = weight(j + 1);
+      total[0] += first, total[1] += second;
+      store_weights(weights + j / NUMBERS<Cell> * PANEL, PANEL, first, second);
+    }
+    if (j < count) {
+      const Floats last = weight(j);
+      total[0] += last;
+      // A tile has room for an even number of keys.
+      store_weights(weights + j / NUMBERS<Cell> * PANEL, PANEL, last, Floats{});
     }
     store(panel.keep + c * LANES, keep);
     store(panel.total + c * LANES, total[0] + total[1]);
@@ -157,22 +165,23 @@ template <class Cell> void weigh(Panel& panel, int count, float factor, float* s
 // Query rows [first, end) of a KV head.
 template <class T, class Cell>
 void attend(const Problem& p, const void* q, const void* k, const void* v, int64_t head, int64_t first,
-            int64_t end, Buffers<Cell>& buffers, float* out, float* lse) {
+            int64_t end, Buffers& buffers, float* out, float* lse) {
   const bool plain = !p.cap && !p.slopes;
   // Scores become exponents of 2.
   const double factor = plain ? p.scale * LOG2E : LOG2E;
   const int dim = (int)p.key_dim, value_width = padded(p.value_dim, LANES), cells = in_cells<Cell>(dim);
   const int count = padded(end - first, PANEL) / PANEL;
   int64_t low = p.keys, high = 0;
-  Cell *const keys = buffers.keys.data(), *const values = buffers.values.data(), *const query = keys;
-  float* const scores = buffers.scores.data();
+  Cell *const all_queries = (Cell*)buffers.queries.data(), *const keys = (Cell*)buffers.keys.data();
+  Cell *const values = (Cell*)buffers.values.data(), *const query = keys;
+  float *const scores = (float*)buffers.scores.data(), *const all_outputs = (float*)buffers.outputs.data();
   for (int i = 0; i < count; ++i) {
     Panel& panel = buffers.panels[i];
     const int64_t row = first + i * PANEL;
     panel.count = (int)std::min<int64_t>(PANEL, end - row);
     prepare(p, head, row, panel);
     low = std::min(low, panel.least_low), high = std::max(high, panel.most_high);
-    Cell* const queries = &buffers.queries[(int64_t)i * PANEL * cells];
+    Cell* const queries = all_queries + (int64_t)i * PANEL * cells;
     for (int r = 0; r < panel.vectors * LANES; ++r) {
       // Lanes without a row have the last one's queries.
       const int64_t own = row + std::min(r, panel.count - 1), token = own / p.group;
@@ -180,7 +189,7 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
       for (int d = 0; d < cells; ++d) queries[d * PANEL + r] = query[d];
     }
   }
-  std::fill_n(buffers.outputs.begin(), (int64_t)count * PANEL * value_width, 0.0f);
+  std::fill_n(all_outputs, (int64_t)count * PANEL * value_width, 0.0f);
   for (int64_t begin = low; begin < high; begin += TILE) {
     const int tile = (int)std::min<int64_t>(TILE, high - begin);
     for (int j = 0; j < tile; ++j)
@@ -191,8 +200,8 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
       Panel& panel = buffers.panels[i];
       if (panel.most_high <= begin || panel.least_low >= begin + tile) continue;
       const int seen = (int)std::min<int64_t>(tile, panel.most_high - begin);
-      const Cell* const queries = &buffers.queries[(int64_t)i * PANEL * cells];
-      float* const outputs = &buffers.outputs[(int64_t)i * PANEL * value_width];
+      const Cell* const queries = all_queries + (int64_t)i * PANEL * cells;
+      float* const outputs = all_outputs + (int64_t)i * PANEL * value_width;
       for (int d = 0; d < cells; d += DEPTH)
         multiply<false>(seen, panel.vectors, keys + d, cells, 1, queries + (int64_t)d * PANEL, PANEL,
                         std::min(DEPTH, cells - d), scores, PANEL, panel.keep, d == 0);
@@ -208,7 +217,7 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
     for (int r = 0; r < panel.count; ++r) {
       const int64_t row = first + i * PANEL + r;
       const int64_t index = row / p.group * p.kv_heads * p.group + head * p.group + row % p.group;
-      const float* const from = &buffers.outputs[((int64_t)i * PANEL + r) * value_width];
+      const float* const from = all_outputs + ((int64_t)i * PANEL + r) * value_width;
       const bool blind = panel.top[r] == -INFINITE;
       for (int d = 0; d < p.value_dim; ++d) out[index * p.value_dim + d] = blind ? 0.0f : from[d] / panel.total[r];
       lse[index] = blind ? -INFINITE : (float)((panel.top[r] * factor + std::log2((double)panel.total[r])) * LN2);
@@ -231,13 +240,13 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
     while (blocks * p.kv_heads % threads) ++blocks;
   const int64_t size = padded((rows + blocks - 1) / blocks, LANES);
   blocks = (rows + size - 1) / size;
-  std::vector<Buffers<Cell>> buffers(threads);
-  for (Buffers<Cell>& own : buffers) {
-    own.queries.resize(padded(size, PANEL) * in_cells<Cell>(p.key_dim));
-    own.outputs.resize(padded(size, PANEL) * value_width);
-    own.keys.resize(TILE * in_cells<Cell>(p.key_dim));
-    own.values.resize(in_cells<Cell>(TILE) * value_width);
-    own.scores.resize(TILE * PANEL);
+  std::vector<Buffers> buffers(threads);
+  for (Buffers& own : buffers) {
+    own.queries.resize(lines(padded(size, PANEL) * in_cells<Cell>(p.key_dim)));
+    own.outputs.resize(lines(padded(size, PANEL) * value_width));
+    own.keys.resize(lines(TILE * in_cells<Cell>(p.key_dim)));
+    own.values.resize(lines(in_cells<Cell>(TILE) * value_width));
+    own.scores.resize(lines(TILE * PANEL));
     own.panels.resize(padded(size, PANEL) / PANEL);
   }
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1)

@@ -23,20 +23,29 @@ template <int R, int C, bool SCALED, class Cell>
 inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_step, int count, float* to,
                     int to_step, const float* keep, bool fresh) {
   Floats sum[R][C];
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) {
-      sum[r][c] = fresh ? Floats{} : load(to + r * to_step + c * LANES);
-      if (SCALED) sum[r][c] *= keep[r];
-    }
+#pragma GCC unroll 4
+    for (int c = 0; c < C; ++c) sum[r][c] = fresh ? Floats{} : load(to + r * to_step + c * LANES);
+  if (SCALED)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) sum[r][c] *= keep[r];
   for (int i = 0; i < count; ++i) {
     decltype(load(b)) value[C];
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) value[c] = load(b + (int64_t)i * b_step + c * LANES);
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const Cell factor = a[r * a_row + i * a_next];
+#pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sum[r][c] = add_product(sum[r][c], factor, value[c]);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
     for (int c = 0; c < C; ++c) store(to + r * to_step + c * LANES, sum[r][c]);
 }
 
