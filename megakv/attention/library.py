@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,6 +24,8 @@ VECTORS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
 """Flags by what PyTorch found the processor capable of: a folder may be shared by machines that differ in that."""
+PAIRS = ("-mavx512bf16",)
+"""Flags beside AVX512's, where the compiler knows them: what is made with them asks the processor before it uses them."""
 COMPILE_S = 120
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels read, and how they are told so."""
@@ -47,7 +50,11 @@ def library(name: str) -> Path:
 
     capability = torch.backends.cpu.get_cpu_capability()
     flags = next((flags for name, flags in VECTORS.items() if capability.startswith(name)), ())
-    return compiled(SOURCES / f"{name}.cpp", extensions_folder() / "megakv", get_cxx_compiler(), (*FLAGS, *flags))
+    make = partial(compiled, SOURCES / f"{name}.cpp", extensions_folder() / "megakv", get_cxx_compiler())
+    if capability.startswith("AVX512"):
+        with suppress(OSError):
+            return make((*FLAGS, *flags, *PAIRS))
+    return make((*FLAGS, *flags))
 
 
 def compiled(source: Path, folder: Path, compiler: str, flags: tuple[str, ...]) -> Path:

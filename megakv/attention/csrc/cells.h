@@ -66,15 +66,13 @@ inline void pack_columns(const BFloat16* from, int64_t step, int rows, int dim, 
   }
 }
 
-// Rounded to the nearest one, or the even one of two.
+// Rounded to the nearest number, or the even one of two.
 inline void store_weights(Pair* to, int, Floats first, Floats second) {
-  const auto rounded = [](Floats weights) {
-    Halves bits;
-    const auto found = _mm512_cvtneps_pbh((__m512)weights);
-    std::memcpy(&bits, &found, sizeof bits);
-    return __builtin_convertvector(bits, Words);
-  };
-  store(to, rounded(first) | rounded(second) << 16);
+  typedef uint16_t Numbers __attribute__((vector_size(4 * LANES)));
+  constexpr Numbers order = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const auto rounded = _mm512_cvtne2ps_pbh((__m512)second, (__m512)first);
+  store(to, (Words)_mm512_permutexvar_epi16((__m512i)order, (__m512i)rounded));
 }
 #endif
 

@@ -281,10 +281,10 @@ extern "C" int megakv_prefill(const Problem* problem, const void* q, const void*
   return 0;
 }
 
-// Whether `pairs` of a problem is compiled.
+// Whether a problem's `pairs` can be other than 0: compiled so, and on a processor that has them.
 extern "C" int megakv_prefill_pairs() {
 #ifdef __AVX512BF16__
-  return 1;
+  return __builtin_cpu_supports("avx512bf16") != 0;
 #else
   return 0;
 #endif

@@ -22,6 +22,7 @@ constexpr int ROWS = 6, COLUMNS = 2;
 template <int R, int C, bool SCALED, class Cell>
 inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_step, int count, float* to,
                     int to_step, const float* keep, bool fresh) {
+  // Unrolled, so that the sums are in registers from beginning to end.
   Floats sum[R][C];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)

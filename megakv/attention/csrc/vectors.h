@@ -43,7 +43,12 @@ inline void store(float* to, Floats value) { std::memcpy(to, &value, sizeof valu
 inline Words widened(const uint16_t* from) {
   Halves bits;
   std::memcpy(&bits, from, sizeof bits);
+#if LANES == 16
+  // GCC 12 takes the general way apart.
+  return (Words)_mm512_cvtepu16_epi32((__m256i)bits);
+#else
   return __builtin_convertvector(bits, Words);
+#endif
 }
 
 inline Floats load(const BFloat16* from) { return (Floats)(widened(&from->bits) << 16); }
