@@ -49,14 +49,17 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
     from harness.head_division import make_division, skewed_budgets
     from harness.models import DTYPES as TYPES
     from harness.ragged_heads import HeadShape, TokenPool
-    from harness.virtual_ranks import DenseLayer, VirtualRanks, attention_seconds, check_same
+    from harness.virtual_ranks import FeedForward, Projections, VirtualRanks, attention_seconds, check_same
+
+    from megakv.costmodel.measure.stopwatch import Pool
 
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], bench.device)
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
     pool = TokenPool(shape, max(kept, *map(max, budgets)), arguments.seed)
     size = {"ranks": tp, "batch": arguments.batch}
     expected = VirtualRanks(make_division(CONTIGUOUS, budgets, **size), pool, arguments.batch).outputs(0)
-    dense: dict[int, Any] = {}
+    weights, dense = Pool(shape.dtype, shape.device), dict[int, Any]()
+    shared = bench.seconds(FeedForward(arguments.hidden, arguments.intermediate // tp, arguments.batch, weights))
     rows = []
     for name in arguments.methods:
         ranks = VirtualRanks(make_division(name, budgets, **size), pool, arguments.batch)
@@ -65,8 +68,8 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
             facts["max_output_difference"] = check_same(name, ranks.outputs(0), expected, TOLERANCE[arguments.dtype])
         attention, held = attention_seconds([ranks], bench)[0], ranks.held_heads()
         for number in sorted(set(held.flat) - set(dense)):
-            layer = DenseLayer(shape, number, arguments.hidden, arguments.intermediate // tp, arguments.batch)
-            dense[number] = bench.seconds(layer)
+            projections = Projections(shape, number, arguments.hidden, arguments.batch, weights)
+            dense[number] = bench.seconds(projections) + shared
         whole = attention.copy()
         for number, seconds in dense.items():
             whole[:, held == number] += seconds[:, None]

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_by_owner
+from megakv.costmodel.measure.stopwatch import Pool
 from megakv.errors import MegaKVError
+from megakv.injection.linears import rows_product
 
 from .head_division import Division
 from .ragged_heads import HeadShape, RankLayer, TokenPool
@@ -69,25 +71,33 @@ class Bench:
         return graph.replay
 
 
-class DenseLayer:
-    """The matrix products of a decoder layer on one rank: projections of its heads, and its share of the MLP."""
+class Projections:
+    """Queries, keys and values of the heads that a rank holds, and its part of the output, as the engine forms them."""
 
-    def __init__(self, shape: HeadShape, kv_heads: int, hidden: int, intermediate: int, batch: int):
-        def random(*size: int) -> Tensor:
-            return torch.randn(size, device=shape.device, dtype=shape.dtype) * hidden**-0.5
-
-        queries = kv_heads * shape.group * shape.dim
-        self._x = random(batch, hidden)
-        self._qkv = random(hidden, queries + 2 * kv_heads * shape.dim)
-        self._out, self._up, self._down = (
-            random(*size) for size in ((queries, hidden), (hidden, 2 * intermediate), (intermediate, hidden))
-        )
-        self._queries = queries
+    def __init__(self, shape: HeadShape, kv_heads: int, hidden: int, batch: int, weights: Pool):
+        self._weights, self._hidden = weights, hidden
+        self._queries, self._kv = kv_heads * shape.group * shape.dim, kv_heads * shape.dim
+        self._x = weights.take(batch, hidden)
 
     def __call__(self) -> Tensor:
-        attended = (self._x @ self._qkv)[:, : self._queries] @ self._out
-        gate, up = (attended @ self._up).chunk(2, -1)
-        return (torch.nn.functional.silu(gate) * up) @ self._down
+        queries, *_ = (
+            rows_product(self._x, self._weights.take(width, self._hidden))
+            for width in (self._queries, self._kv, self._kv)
+        )
+        return rows_product(queries, self._weights.take(self._hidden, self._queries))
+
+
+class FeedForward:
+    """A rank's columns of a gated MLP."""
+
+    def __init__(self, hidden: int, intermediate: int, batch: int, weights: Pool):
+        self._weights, self._hidden, self._intermediate = weights, hidden, intermediate
+        self._x = weights.take(batch, hidden)
+
+    def __call__(self) -> Tensor:
+        gate, up = (rows_product(self._x, self._weights.take(self._intermediate, self._hidden)) for _ in range(2))
+        inner = torch.nn.functional.silu(gate) * up
+        return rows_product(inner, self._weights.take(self._hidden, self._intermediate))
 
 
 class VirtualRanks:

@@ -15,6 +15,7 @@ from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.measure.stopwatch import Cases, Pool, rising
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.injection.linears import rows_product
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
@@ -56,7 +57,7 @@ class Matrices:
 
         def call() -> None:
             for outputs, inputs in self.shapes:
-                torch.nn.functional.linear(x_TI[inputs], pool.take(outputs, inputs))
+                rows_product(x_TI[inputs], pool.take(outputs, inputs))
 
         return call
 
