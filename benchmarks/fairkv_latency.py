@@ -81,8 +81,7 @@ def measured_times(arguments: argparse.Namespace, shape: Any, batch: int) -> Any
     profile = lone_profile(shape.device, model, arguments.profile_seconds)
     if arguments.json:
         profile.save(profiles_of(Path(arguments.json)) / "1.json")
-    # Every rank attends to all sequences in one call.
-    return HeadTimes(profile, model, tp_size=arguments.tp, batch=batch, calls=1)
+    return HeadTimes(profile, model, tp_size=arguments.tp, batch=batch)
 
 
 def measure_steps(arguments: argparse.Namespace, bench: Any, shape: Any) -> Rows:

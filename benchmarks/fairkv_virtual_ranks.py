@@ -15,7 +15,7 @@ from harness.launch import Rows, Summary, benchmark_alone
 from harness.options import CHOSEN, CONTIGUOUS, MAPPED, Options, check_memory
 
 USABLE = 0.5  # Share of the free memory that caches may take
-SUMS = Path(__file__).with_name("results") / "fairkv.profiles" / "4.json"
+SUMS = "benchmarks/results/fairkv.profiles/4.json"
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -29,7 +29,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--layers", 4, "layers of a step, each with budgets of its own")
     options.add("--repeats", 9, "timed rounds of all ranks of all methods")
     options.add("--threads", 1, "threads on the CPU")
-    options.add("--sums", str(SUMS), "profile of a machine on whose ranks sums were measured")
+    options.add(
+        "--sums", SUMS, "profile of a machine on whose ranks sums were measured; also from this checkout's root"
+    )
     # Those of Llama 3.1 8B.
     options.kept_heads(group=4)
     options.add("--hidden", 4096, "hidden size")
@@ -55,7 +57,8 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     tokens = arguments.batches[-1] * arguments.kv_heads * arguments.kept[-1] * len(methods)
     named = f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]}"
     check_memory(tokens * 2 * arguments.head_dim * 4, USABLE * psutil.virtual_memory().available, named)
-    machine = VirtualMachine(arguments)
+    given = Path(arguments.sums)
+    machine = VirtualMachine(arguments, given if given.exists() else Path(__file__).parents[1] / given)
     cases = [(tp, batch, kept) for tp in arguments.tp for batch in arguments.batches for kept in arguments.kept]
     rows: Rows = []
     for tp, batch, kept in (bar := tqdm(cases, unit="regime")):

@@ -32,6 +32,7 @@ Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_m
 WITHOUT = {
     "accuracy": "it measures answers, not times",
     "attention_gpu": "it measures the kernel that profiles are made of",
+    "fairkv_virtual_ranks": "no step of its ranks was measured, only their kernels",
     "host_attention": "it measures the kernel that the offload engine's profiles are made of",
     "limits": "it measures the kernels that profiles are made of",
 }

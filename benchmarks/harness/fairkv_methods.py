@@ -214,17 +214,16 @@ def predicted_seconds(
     profile = measured_profile(world, model, arguments, name=str(world.size))
     shared = profile.sum_times(world.size, shared_memory=True) is not None
     size = {"tp_size": world.size, "batch": arguments.batch, "shared_memory": shared}
-    # The part that is attention alone has all sequences in one call.
-    whole, alone = HeadTimes(profile, model, **size), HeadTimes(profile, model, **size, calls=1)
+    times = HeadTimes(profile, model, **size)
     outputs = arguments.batch * model.heads * model.value_dim * model.element_bytes
     found: dict[tuple[str, str], float | None] = {}
     for division in divisions:
         attention = 0.0
         for layer, works in enumerate(division.works(arguments.batch)):
-            shared_s = whole.shared_s(division.shared_entries(layer))
-            attention += alone.attention(works) + shared_s + whole.summed_s(outputs)
+            shared_s = times.shared_s(division.shared_entries(layer))
+            attention += times.attention(works) + shared_s + times.summed_s(outputs)
         found["attention", division.name] = attention
-        found["engine", division.name] = predicted_step(whole, division)
+        found["engine", division.name] = predicted_step(times, division)
     return found
 
 

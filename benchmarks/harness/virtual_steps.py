@@ -45,7 +45,7 @@ TITLE = "Decode steps of virtual ranks: kernels timed rank by rank, put together
 class VirtualMachine:
     """What this machine, and the sums of another one, make of steps on any number of ranks."""
 
-    def __init__(self, arguments: argparse.Namespace):
+    def __init__(self, arguments: argparse.Namespace, sums: Path):
         self._arguments = arguments
         heads = arguments.kv_heads * arguments.group
         device, dtype = torch.device("cpu"), DTYPES[arguments.dtype]
@@ -53,7 +53,7 @@ class VirtualMachine:
         self._model = ModelShape.from_config(config, dtype=dtype)
         self._shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, dtype, device)
         own = lone_profile(device, self._model, arguments.profile_seconds)
-        self._profile = _with_sums(own, load_profile(arguments.sums, setting="--sums"))
+        self._profile = _with_sums(own, load_profile(sums, setting="--sums"))
         if arguments.json:
             self._profile.save(profiles_of(Path(arguments.json)) / "1.json")
         self._bench, self._weights = Bench(device, arguments.repeats), Pool(dtype, device)
@@ -62,8 +62,7 @@ class VirtualMachine:
         """A row for every method."""
         arguments = self._arguments
         shared = self._profile.sum_times(tp, shared_memory=True) is not None
-        # Every rank attends to all sequences in one call.
-        times = HeadTimes(self._profile, self._model, tp_size=tp, batch=batch, shared_memory=shared, calls=1)
+        times = HeadTimes(self._profile, self._model, tp_size=tp, batch=batch, shared_memory=shared)
         budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
         divisions = [_division(name, budgets, times) for name in methods]
         kernels, feed_forward = self._kernels(divisions, times)
@@ -200,5 +199,6 @@ def chart(summary: Row, subtitle: str) -> Chart:
         for name, gains in summary["measured_gain"].items()
         for method, gain in gains.items()
     ]
-    words = {"x_label": f"gain over contiguous heads, kernels measured; {subtitle}", "title": "Virtual ranks"}
+    words = {"x_label": f"gain over contiguous heads, by kernels timed rank by rank; {subtitle}"}
+    words["title"] = "Virtual ranks: gains predicted, and put together of kernels"
     return predicted_over(points, "measured", "method", **words)

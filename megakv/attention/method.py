@@ -60,6 +60,9 @@ class Store(Protocol):
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]: ...
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None: ...
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None: ...
+    def attend_together(
+        self, q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
+    ) -> tuple[Tensor, Tensor, list[Part]] | None: ...
     def compress(self, sequence: int, keep_KS: Tensor) -> None: ...
     def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]: ...
     def replace(
@@ -215,22 +218,36 @@ def attend_here(
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
     packed = call.packed() if tokens.single and parts is None else None
-    if parts is None and packed is None:
-        parts = call.parts
-    together = None
+    together, rest = None, list[Part]()
     if packed is not None:
         together = attend_together(q_HLD, tokens, call.scoring, packed)
-    elif tokens.single and q_HLD.device.type == "cpu":
-        together = attend_runs(q_HLD, tokens, call.scoring, parts or ())
     if together is None:
+        rest = list(call.parts if parts is None else parts)
+        if tokens.single and packed is None:
+            together, rest = _in_few_calls(call, q_HLD, tokens, rest)
+    if together is None or rest:
         attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
-        for part in call.parts if parts is None else parts:
+        for part in rest:
             attention.add(part)
+        if together is not None:
+            attention.merge(*together)
         together = attention.result()
     out, lse = together
     if elsewhere is not None:
         elsewhere.merge_into(out, lse)
     return out, lse
+
+
+def _in_few_calls(
+    call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: list[Part]
+) -> tuple[tuple[Tensor, Tensor] | None, list[Part]]:
+    """Of one row of each sequence, all that kernels for several sequences take, if there is any; the other parts."""
+    if q_HLD.device.type == "cpu" and (found := attend_runs(q_HLD, tokens, call.scoring, parts)) is not None:
+        return found, []
+    if (some := call.store.attend_together(q_HLD, tokens, call.scoring, parts)) is not None:
+        out, lse, rest = some
+        return (out, lse), rest
+    return None, parts
 
 
 class PackedAttention:

@@ -16,11 +16,14 @@ from megakv.cache.store import KVStore, Move, Pair
 from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention import AttendedBody, RaggedPart
+from megakv.fairkv.joined_bodies import join
 from megakv.fairkv.ragged_body import Body, RaggedBody
+from megakv.fairkv.together import attend_heads
 from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall, PartElsewhere
+    from megakv.attention.reference import Scoring
     from megakv.distributed.sharding import TokenBlock
 
 Rotate = Callable[[Tensor, int], Tensor]
@@ -95,8 +98,11 @@ class RaggedStore(KVStore):
     def __init__(self, batch: int, inner: KVStore, rotate: Rotate | None = None):
         self._spans: list[tuple[Span, ...]] = [()] * batch
         self._inner, self._rotate = inner, rotate
+        # Names of the bodies at the begin of the pass before.
+        self._before: list[int] = []
 
     def begin(self, *, complete: bool, turn: bool = False, ends: bool = True) -> None:
+        self._join()
         self._inner.begin(complete=complete, turn=turn, ends=ends)
 
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
@@ -141,6 +147,21 @@ class RaggedStore(KVStore):
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self._inner.attend_elsewhere(call, q_HLD, tokens)
+
+    def attend_together(
+        self, q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
+    ) -> tuple[Tensor, Tensor, list[Part]] | None:
+        return attend_heads(q_HLD, tokens, scoring, parts)
+
+    def _join(self) -> None:
+        """Bring bodies that stay for more than a pass to where one call of a CUDA kernel takes them all."""
+        bodies = [body for sequence in range(len(self._spans)) for body in self.bodies(sequence)]
+        before, self._before = self._before, list(map(id, bodies))
+        if self._before == before and (joined := join(bodies)) is not None:
+            found = iter(joined)
+            self._spans = [
+                tuple(replace(span, body=span.body and next(found)) for span in spans) for spans in self._spans
+            ]
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
         count = keep_KS.shape[1]

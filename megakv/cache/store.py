@@ -36,6 +36,7 @@ from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall, PartElsewhere
+    from megakv.attention.reference import Scoring
     from megakv.cache.saved import SavedLayer
     from megakv.distributed.sharding import TokenBlock
 
@@ -140,6 +141,14 @@ class KVStore(ABC):
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         """Begin to attend from some rank's queries to rows that `part` does not give; None where it gives all."""
+        return None
+
+    def attend_together(
+        self, q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
+    ) -> tuple[Tensor, Tensor, list[Part]] | None:
+        """One row of each sequence over its parts, in few kernel calls: ``[H, L, Dv]``, ``[H, L]``, and the parts that
+        are left; None where each sequence is to be attended to by itself.
+        """
         return None
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:

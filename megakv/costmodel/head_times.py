@@ -83,7 +83,6 @@ class HeadTimes:
     """Predictions for one model on `tp_size` tensor-parallel ranks that decode `batch` sequences.
 
     shared_memory: whether they sum by DeepSpeed's shared-memory operation.
-    calls: of the attention kernel in a layer. None: one for each sequence, as an engine attends to compressed caches.
     """
 
     def __init__(
@@ -94,15 +93,13 @@ class HeadTimes:
         tp_size: int,
         batch: int = 1,
         shared_memory: bool = False,
-        calls: int | None = None,
     ):
         if batch < 1 or tp_size < 1:
             raise ValueError(f"batch = {batch}, tp_size = {tp_size}: allowed: 1 or more of each")
         if model.latent is not None:
             raise ValueError("the model caches latents, one head for all ranks: there are no heads to place")
         self.profile, self.model, self.tp_size, self.batch = profile, model, tp_size, batch
-        self._shared_memory, self._given_calls = shared_memory, calls
-        self._calls = batch if calls is None else calls
+        self._shared_memory = shared_memory
         self._call = ragged_call(profile, model.attention())
         self._dense = TokenTimes(profile, model, tp_size=tp_size, shared_memory=shared_memory)
         self._lag = profile.lag if tp_size > 1 else 0.0
@@ -116,7 +113,6 @@ class HeadTimes:
             tp_size=self.tp_size,
             batch=batch,
             shared_memory=self._shared_memory,
-            calls=self._given_calls,
         )
 
     def costs(self, layer: int) -> LayerCosts:
@@ -181,9 +177,10 @@ class HeadTimes:
 
     @cached_property
     def _attention(self) -> LayerCosts:
+        # One call takes the heads of all sequences.
         call, batch = self._call, self.batch
         jitter = call.jitter if self.tp_size > 1 else 0.0
-        return LayerCosts(batch * call.head_s, batch * call.token_s, self._calls * call.call_s, jitter)
+        return LayerCosts(batch * call.head_s, batch * call.token_s, call.call_s, jitter)
 
     def _layer_costs(self, layer: int) -> LayerCosts:
         attention, dense, late = self._attention, self._dense, 1 + self._lag

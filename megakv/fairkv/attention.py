@@ -53,17 +53,20 @@ class RaggedPart:
     moved: tuple[int, int] = (0, 0)
     """So many positions further on count the tokens before a row: keys that have such in them were rotated."""
 
+    def seen(self, first: int, last: int, window: int | None) -> bool:
+        """Whether all of it is, by queries from a first slot to a last one."""
+        index = self.body.index
+        seen = self.slots[index.last_row] <= first
+        return bool(seen and (window is None or self.slots[index.first_row] > last - window))
+
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to all heads' tokens and merge."""
         if not len(partial.q_slots):
             return
         q_HLD, scoring = partial.q_HLD, partial.scoring
         index = self.body.index
-        seen = self.slots[index.last_row] <= partial.q_slots[0]
-        if scoring.window is not None:
-            seen = seen and self.slots[index.first_row] > partial.q_slots[-1] - scoring.window
         found = None
-        if seen and scoring.plain:
+        if scoring.plain and self.seen(int(partial.q_slots[0]), int(partial.q_slots[-1]), scoring.window):
             found = attend_whole(q_HLD, self.body, scoring.scale, scoring.value_columns)
         if found is not None:
             partial.merge(*found)

@@ -109,27 +109,45 @@ class Body(ABC):
 
 
 class RaggedBody(Body):
-    """On one device, in one `block` of its memory ``[n, D + Dv]``: the keys of all tokens, then their values.
+    """On one device: the keys of all tokens ``[n, D]``, row behind row, and so their values ``[n, Dv]``.
 
     Side by side, a token's key and its value would be read more slowly where memory is what limits attention.
     """
 
-    def __init__(self, index: BodyIndex, block: Tensor, key_dim: int):
+    def __init__(self, index: BodyIndex, k_nD: Tensor, v_nD: Tensor, block: Tensor | None = None):
         super().__init__(index)
-        assert block.is_contiguous() and len(block) == index.tokens
-        self.block, self.key_dim = block, key_dim
-        keys, values = block.view(-1).split([len(block) * key_dim, len(block) * self.value_dim])
-        self.k_nD, self.v_nD = keys.view(len(block), key_dim), values.view(len(block), self.value_dim)
+        assert k_nD.is_contiguous() and v_nD.is_contiguous() and len(k_nD) == len(v_nD) == index.tokens
+        self.k_nD, self.v_nD, self._block = k_nD, v_nD, block
+
+    @classmethod
+    def in_block(cls, index: BodyIndex, block: Tensor, key_dim: int) -> RaggedBody:
+        """In one piece of memory ``[n, D + Dv]``: all keys, then all values."""
+        assert block.is_contiguous()
+        rows, value_dim = len(block), block.shape[1] - key_dim
+        keys, values = block.view(-1).split([rows * key_dim, rows * value_dim])
+        return cls(index, keys.view(rows, key_dim), values.view(rows, value_dim), block)
+
+    @property
+    def block(self) -> Tensor:
+        """As `in_block`: where it lies, or a copy."""
+        if self._block is None:
+            return torch.cat((self.k_nD.view(-1), self.v_nD.view(-1))).view(self.index.tokens, -1)
+        return self._block
+
+    @property
+    def key_dim(self) -> int:
+        """Head dimension of the keys."""
+        return int(self.k_nD.shape[1])
 
     @property
     def value_dim(self) -> int:
         """Head dimension of the values."""
-        return int(self.block.shape[1]) - self.key_dim
+        return int(self.v_nD.shape[1])
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of the tokens."""
-        return self.block.dtype
+        return self.k_nD.dtype
 
     @property
     def packing(self) -> None:
@@ -137,25 +155,28 @@ class RaggedBody(Body):
         return None
 
     @cached_property
-    def runs(self) -> RunTable:
-        """Tokens for `DecodeKernel.ready`, each head as a sequence. Values without columns are the first ones of the
-        keys.
-        """
+    def table(self) -> IntArray:
+        """``[K, 7]`` a `Run` for each head. Values without columns are the first ones of the keys."""
         pair = self.k_nD, self.v_nD if self.value_dim else self.k_nD
         table = np.zeros((len(self.counts), 7), dtype=np.int64)
         for column, tokens in enumerate(pair):
             table[:, column] = tokens.data_ptr() + self.index.bounds[:-1] * (tokens.shape[1] * tokens.element_size())
         table[:, 2], table[:, 4], table[:, 6] = self.counts, pair[0].shape[1], pair[1].shape[1]
-        return RunTable.of_each(table)
+        return table
+
+    @cached_property
+    def runs(self) -> RunTable:
+        """Tokens for `DecodeKernel.ready`, each head as a sequence."""
+        return RunTable.of_each(self.table)
 
     @property
     def key_runs(self) -> KeyRuns:
         """Tokens for a `VarlenKernel`."""
-        return self.index.runs_on(self.block.device)
+        return self.index.runs_on(self.k_nD.device)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # `runs` has addresses, and views would become tensors of their own: the tokens of a copy lie elsewhere.
-        return type(self), (self.index, self.block, self.key_dim)
+        return RaggedBody.in_block, (self.index, self.block, self.key_dim)
 
     @classmethod
     def kept(cls, k_KSD: Tensor, v_KSD: Tensor, keep_KS: Tensor, rows: IntArray) -> RaggedBody | None:
@@ -173,7 +194,7 @@ class RaggedBody(Body):
         if not len(rows):
             return None
         block = keys.new_empty((len(rows), keys.shape[-1] + values.shape[-1]))
-        body = cls(BodyIndex.of(counts, rows), block, keys.shape[-1])
+        body = cls.in_block(BodyIndex.of(counts, rows), block, keys.shape[-1])
         body.k_nD[:], body.v_nD[:] = keys, values
         return body
 
@@ -181,7 +202,7 @@ class RaggedBody(Body):
         return self
 
     def saved(self, slots: IntArray) -> dict[str, StreamedTensor]:
-        return streamed(self.index, slots, (self.key_dim, self.value_dim), self.block.dtype, lambda: self)
+        return streamed(self.index, slots, (self.key_dim, self.value_dim), self.dtype, lambda: self)
 
     def pieces(self, head: int) -> Iterator[tuple[Tensor, Tensor, IntArray]]:
         """A view of ``[1, n, D]`` keys and ``[1, n, Dv]`` values, and the ``[n]`` rows of a head, if it has any."""
@@ -202,7 +223,7 @@ class RaggedBody(Body):
         return RaggedBody.packed(keys[where], values[where], counts, rows[kept])
 
     def nbytes(self) -> int:
-        return self.block.nbytes + self.index.nbytes()
+        return self.k_nD.nbytes + self.v_nD.nbytes + self.index.nbytes()
 
 
 def streamed(

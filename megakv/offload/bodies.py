@@ -78,7 +78,7 @@ class TieredBody(Body):
 
     def within(self, block: Tensor) -> RaggedBody:
         """The body in a block that it was, or is being, copied to."""
-        return RaggedBody(self.index, block, self.key_dim)
+        return RaggedBody.in_block(self.index, block, self.key_dim)
 
     def unpack(self, stored: Tensor, body: RaggedBody) -> None:
         """Write the tokens that its bytes stand for."""

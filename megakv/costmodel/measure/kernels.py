@@ -55,6 +55,8 @@ class Matrices:
         """A call in which so many tokens go through all of them, each time with other weights from memory."""
         x_TI = {inputs: pool.take(tokens, inputs).clone() for _, inputs in self.shapes}
 
+        # As engines compute: the kernel of few rows is not for training.
+        @torch.no_grad()
         def call() -> None:
             for outputs, inputs in self.shapes:
                 rows_product(x_TI[inputs], pool.take(outputs, inputs))

@@ -46,7 +46,7 @@ class RaggedCases:
         index = BodyIndex.of(counts, np.tile(np.arange(tokens), heads))
         width = 2 * self._dim
         twins = max(2, min(TWINS, LEAST_BYTES // (index.tokens * width * self._pool.dtype.itemsize)))
-        bodies = [RaggedBody(index, self._pool.take(index.tokens, width), self._dim) for _ in range(twins)]
+        bodies = [RaggedBody.in_block(index, self._pool.take(index.tokens, width), self._dim) for _ in range(twins)]
         queries, slots = self._pool.take(heads * self._group, 1, self._dim), np.arange(tokens + 1)
         turns = itertools.cycle(RaggedPart(0, body, slots[:-1], slots[:-1]) for body in bodies)
         scoring = Scoring(self._dim**-0.5)
