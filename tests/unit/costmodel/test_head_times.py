@@ -60,7 +60,7 @@ def test_a_layer_by_hand() -> None:
         for held, load in zip((2, 3), loads, strict=True)
     ]
     feed_forward = (DENSE - HEADS * HEAD_WEIGHTS) / 2 * batch * 1e-9
-    alike = (1 + lag) * (feed_forward + launch) + batch * call_s + 2 * (2e-3 + batch * HIDDEN * 4 / 1e9)
+    alike = (1 + lag) * (feed_forward + launch) + call_s + 2 * (2e-3 + batch * HIDDEN * 4 / 1e9)
     told = 2e-3 + 2 * 2 * batch * 4 / 1e9
     assert shared_entries(placed) == 2
     assert times.layer_seconds(1, placed, kept) == pytest.approx(alike + max(ranks) + told, rel=1e-6)
@@ -68,7 +68,7 @@ def test_a_layer_by_hand() -> None:
     alone = [RankWork(2, kept[0] + kept[1]), RankWork(2, kept[2] + kept[3])]
     assert rank_works(plain, kept, 2) == alone
     assert times.attention(alone) == pytest.approx(
-        batch * (call_s + 2 * head_s + max(work.tokens for work in alone) * token_s)
+        call_s + batch * (2 * head_s + max(work.tokens for work in alone) * token_s)
     )
     layers = [placed, plain, plain]
     step = sum(times.layer_seconds(index, each, kept) for index, each in enumerate(layers))
@@ -94,7 +94,7 @@ def test_heads_in_runs_have_the_weights_of_plain_tensor_parallelism() -> None:
     kept = [0.0] * HEADS
     times = HeadTimes(profile, MODEL, tp_size=2, batch=7)
     dense = TokenTimes(profile, MODEL, tp_size=2).layer(0, 7)
-    call_s = 7 * ragged_call(profile, MODEL.attention()).call_s
+    call_s = ragged_call(profile, MODEL.attention()).call_s
     assert times.layer_seconds(0, whole(0, 0, 1, 1), kept) == pytest.approx(dense + call_s, rel=1e-9)
 
 
