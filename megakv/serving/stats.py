@@ -1,0 +1,58 @@
+"""What a server says of itself: load, memory by tier, hits, times; and which prefixes it keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Tier = Literal["device", "host", "disk"]
+State = Literal["starting", "serving", "draining", "ended"]
+
+
+@dataclass(frozen=True)
+class ServingStats:
+    """A snapshot. Counts are since the start; samples are those of the latest requests and tokens."""
+
+    state: State
+    waiting: int
+    running: int
+    requests: int
+    """That have ended, in whatever way."""
+    cancelled: int
+    failed: int
+    preempted: int
+    """How often a request made room for one of higher priority."""
+    passes: int
+    prompt_tokens: int
+    """Of requests that were admitted."""
+    hit_tokens: int
+    """Those of them that were not computed."""
+    computed_tokens: int
+    """Prompt tokens that were computed."""
+    new_tokens: int
+    kv_tokens: dict[Tier, int]
+    """Tokens whose keys and values lie there; one may lie in memory and on disk."""
+    kv_capacity: dict[Tier, int]
+    kv_bytes: dict[Tier, int]
+    """Over all ranks."""
+    memory_bytes: tuple[int, ...]
+    """By rank: of its device, or of its process where that is the processor."""
+    ttft_s: tuple[float, ...]
+    """Of the latest requests, from `submit` to the first token."""
+    token_s: tuple[float, ...]
+    """From a token of a stream to its next, the latest."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """A prefix that is kept, up to the end of a branch of the tree."""
+
+    id: int
+    tokens: int
+    beginning: tuple[int, ...]
+    """Its first tokens, a few hundred at most."""
+    tier: Tier
+    """Of its least available part."""
+    used_s_ago: float
+    hits: int
+    """Requests that began with it, or with a part of it."""
