@@ -1,0 +1,107 @@
+"""What rank 0 tells all ranks to do next: what becomes of kept prefixes and caches, then a pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """Where a span lies on disk: tokens [first, last) of what is in a file of that key on every rank."""
+
+    key: str
+    first: int
+    last: int
+    cp: int
+    """Context-parallel degree of the ranks that wrote it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A node's span is cut at a token: `head` gets what comes before, the node keeps what comes behind."""
+
+    node: int
+    head: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Slots [first, last) of a sequence's cache become the span of a new node, which is written to disk by a key."""
+
+    node: int
+    sequence: int
+    first: int
+    last: int
+    key: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """Spans of nodes are appended to a sequence's cache, which is made if it is new."""
+
+    sequence: int
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """A sequence has ended, or makes room for another."""
+
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A node's span goes to host memory, or back from there."""
+
+    node: int
+    to_host: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """A node's span leaves memory; it may be on disk."""
+
+    node: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Begin to read a node's span from disk, beside the passes."""
+
+    node: int
+    part: StoredPart
+
+
+@dataclass(frozen=True, slots=True)
+class Await:
+    """Wait for what is being read for these nodes; all ranks learn which of it could not be."""
+
+    nodes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Erase:
+    """A file on disk is not needed any more."""
+
+    key: str
+
+
+Command = Split | Keep | Attach | Close | Move | Drop | Load | Await | Erase
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Commands in their order, then one pass over new tokens of some sequences, if there are any."""
+
+    commands: tuple[Command, ...] = ()
+    sequences: tuple[int, ...] = ()
+    tokens: tuple[tuple[int, ...], ...] = ()
+    """New ones of each of them."""
+    reset: bool = False
+    """Forget all that is in memory, before anything else: ranks may hold different things after a failure."""
+    reports: bool = False
+    """Tell rank 0 of each rank's memory, last."""
+    ends: bool = False
+    """There will be no other."""

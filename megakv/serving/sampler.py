@@ -1,0 +1,118 @@
+"""The next token from its logits, on rank 0, with transformers' own processors where there are such."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from megakv.serving.request import Sampling, Token
+
+MOST_SEED = (1 << 63) - 1
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Refuse what cannot be sampled by: a ValueError that names it."""
+    allowed = {
+        "temperature": (sampling.temperature >= 0, "0 for the likeliest token, or more"),
+        "top_p": (0 < sampling.top_p <= 1, "above 0, up to 1"),
+        "top_k": (sampling.top_k >= 0, "0 for all tokens, or how many"),
+        "min_p": (0 <= sampling.min_p <= 1, "from 0 to 1"),
+        "repetition_penalty": (sampling.repetition_penalty > 0, "above 0; 1 for none"),
+        "presence_penalty": (True, "a number"),
+        "frequency_penalty": (True, "a number"),
+        "seed": (sampling.seed is None or abs(sampling.seed) <= MOST_SEED, "a whole number of 64 bits"),
+    }
+    for name, (fits, what) in allowed.items():
+        value = getattr(sampling, name)
+        if value is not None and not (math.isfinite(value) and fits):
+            raise ValueError(f"{name} = {value}: allowed: {what}")
+    for token, bias in sampling.logit_bias.items():
+        if not 0 <= token < vocabulary:
+            raise ValueError(f"logit_bias names token {token}: allowed: 0 to {vocabulary - 1}")
+        if math.isnan(bias):
+            raise ValueError(f"logit_bias of token {token} is {bias}: allowed: a number")
+
+
+class Sampler:
+    """Chooses the tokens of one answer; `logprobs` of how many of the likeliest ones are told, None for not even its
+    own. Log probabilities are the model's, before anything else is applied.
+    """
+
+    def __init__(self, sampling: Sampling, logprobs: int | None = None):
+        self._sampling, self._logprobs = sampling, logprobs
+        self._generator = torch.Generator()
+        if sampling.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(sampling.seed)
+        self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long)
+        self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+        penalty = sampling.repetition_penalty
+        self._repetition = None if penalty == 1 else RepetitionPenaltyLogitsProcessor(penalty)
+        self._warpers = LogitsProcessorList()
+        if sampling.temperature not in (0, 1):
+            self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.top_k:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1:
+            self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
+        if sampling.min_p > 0:
+            self._warpers.append(MinPLogitsWarper(float(sampling.min_p)))
+        # Of the answer so far.
+        self._counts: Counter[int] = Counter()
+        self._penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is wanted."""
+        sampling = self._sampling
+        changes = self._penalised or self._repetition is not None or len(sampling.logit_bias) > 0
+        return sampling.temperature == 0 and not changes and self._logprobs is None
+
+    def next(self, logits_V: Tensor, tokens: Sequence[int]) -> Token:
+        """The next of an answer, behind all `tokens`, those of the prompt included."""
+        raw_V = logits_V.float()
+        scores_V = raw_V.clone()
+        if self._repetition is not None:
+            scores_V = self._repetition(torch.tensor([tokens]), scores_V[None])[0]
+        if self._penalised and self._counts:
+            ids = torch.tensor(list(self._counts))
+            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
+            scores_V[ids] -= self._sampling.presence_penalty + self._sampling.frequency_penalty * counts
+        if len(self._bias_ids):
+            scores_V[self._bias_ids] += self._biases
+        if self._sampling.temperature == 0:
+            chosen = int(scores_V.argmax())
+        else:
+            # No processor among these looks at tokens.
+            warped_V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0]
+            chosen = int(torch.multinomial(warped_V.softmax(-1), 1, generator=self._generator))
+        if self._penalised:
+            self._counts[chosen] += 1
+        if self._logprobs is None:
+            return Token(chosen)
+        logprobs_V = raw_V.log_softmax(-1)
+        values, ids = logprobs_V.topk(min(self._logprobs, len(logprobs_V)))
+        return Token(chosen, float(logprobs_V[chosen]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+
+
+def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token]:
+    """The next token of each of several answers, from the logits behind its last."""
+    likeliest = logits_BV.argmax(-1).tolist() if any(sampler.plain for sampler in samplers) else []
+    host_BV = logits_BV if all(sampler.plain for sampler in samplers) else logits_BV.cpu()
+    return [
+        Token(likeliest[row]) if sampler.plain else sampler.next(host_BV[row], tokens[row])
+        for row, sampler in enumerate(samplers)
+    ]
