@@ -30,6 +30,11 @@ class Agreement:
         self._depth = 0
 
     @property
+    def comm(self) -> Communicator:
+        """How the ranks talk."""
+        return self._comm
+
+    @property
     def shared(self) -> bool:
         """Whether there are other ranks."""
         return self._comm.mesh.world_size > 1

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
+import heapq
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import torch
+
+from megakv.device import without_autograd
 from megakv.engine import MegaKVEngine
-from megakv.errors import MegaKVError
-from megakv.serving.request import Request
+from megakv.errors import MegaKVError, PeerLostError
+from megakv.serving.inbox import Inbox, RefusedError
+from megakv.serving.leader import Leader, Outcome
+from megakv.serving.memory import KVMemory, measured_memory, memory_in_use
+from megakv.serving.pass_times import PassSize, PassTimes
+from megakv.serving.plan import Plan
+from megakv.serving.prefix_folder import PrefixFolder
+from megakv.serving.prefix_store import PrefixStore
+from megakv.serving.prefix_tree import PrefixTree
+from megakv.serving.request import Finished, Request
+from megakv.serving.sampler import check_sampling
+from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
-from megakv.serving.stats import Document, ServingStats
+from megakv.serving.stats import Counts, Document, ServingStats
+from megakv.serving.worker import Worker
+from megakv.session_files import fingerprint
 
+__all__ = ["RefusedError", "ServingLoop"]
 
-class RefusedError(MegaKVError):
-    """No request is taken at the moment: too many wait, or the server is draining."""
+logger = logging.getLogger(__name__)
+
+WARM_UP_TOKENS = 8
+LOOK_SECONDS = 0.5
+"""How often rank 0 looks for failures of others while there is nothing to do."""
+REPORT_SECONDS = 5.0
+"""How often the others tell rank 0 of their memory while there is something to do."""
+MOST_FAILURES = 3
+"""So many plans that fail one after the other end the loop."""
+MOST_DOCUMENTS = 100
 
 
 class ServingLoop:
@@ -22,15 +52,32 @@ class ServingLoop:
     Raises
     ------
     ValueError
-        If the engine has settings that cannot be served, by name.
+        If the engine has settings that cannot be served, by name, or the store's folder cannot be written to.
     """
 
     def __init__(self, engine: MegaKVEngine, settings: ServingSettings):
+        engine.check_serves()
         self._engine, self._settings = engine, settings
+        self._comm, self._mesh = engine.agreement.comm, engine.mesh
+        self._vocabulary = int(engine.module.config.get_text_config().vocab_size)
+        self._folder: PrefixFolder | None = None
+        if settings.store is not None:
+            heads = engine.heads_here.heads, engine.heads_here.copies
+            identity = f"{fingerprint(engine.module)} {engine.weights_digest} {engine.module.dtype} {heads}"
+            self._folder = PrefixFolder(settings.store, identity, engine.mesh)
+        self._store = PrefixStore(engine.mesh.device, self._folder)
+        self._worker = Worker(engine, self._comm, self._store)
+        self._inbox = Inbox(settings.max_queue)
+        self._times = PassTimes()
+        self._leader: Leader | None = None
+        # Held whenever the leader changes, which it does not while a pass is computed.
+        self._changing = threading.Lock()
+        self._kv = KVMemory(settings.kv_tokens or 0, 0)
+        self._memory: tuple[int, ...] = ()
+        self._sent_at = self._reported_at = time.monotonic()
+        self._failures = 0
 
-    def run(self) -> None:
-        """Serve until drained. A MegaKVError if a rank is lost, after every request was told so."""
-        raise NotImplementedError
+    # Of rank 0, by any thread
 
     def submit(self, request: Request) -> None:
         """Take a request; its sink is told everything from here on, by the thread of `run`.
@@ -42,20 +89,198 @@ class ServingLoop:
         RefusedError
             If too many requests wait, or the server is draining or has ended.
         """
-        raise NotImplementedError
+        if not request.prompt:
+            raise ValueError("the prompt is empty: at least one token is needed")
+        if request.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens = {request.max_new_tokens}: allowed: 1 or more")
+        if wrong := [token for token in request.prompt if not 0 <= token < self._vocabulary]:
+            raise ValueError(f"the prompt has token {wrong[0]}: allowed: 0 to {self._vocabulary - 1}")
+        if request.logprobs is not None and not 0 <= request.logprobs <= self._vocabulary:
+            raise ValueError(f"logprobs = {request.logprobs}: allowed: 0 to {self._vocabulary}")
+        check_sampling(request.sampling, self._vocabulary)
+        self._engine.check_length(len(request.prompt), request.max_new_tokens)
+        total = len(request.prompt) + request.max_new_tokens
+        if (capacity := self._kv.tokens) and total > capacity:
+            raise ValueError(f"prompt and output need {total} tokens but kv_tokens = {capacity}; ask for less")
+        self._inbox.submit(request)
 
     def cancel(self, request_id: str) -> None:
         """End a request after the pass under way; what was computed of it is kept. One that has ended is no error."""
-        raise NotImplementedError
+        self._inbox.cancel(request_id)
 
     def drain(self) -> None:
         """Take no more requests, and end `run` when those that were taken are answered."""
-        raise NotImplementedError
+        self._inbox.enter("draining")
 
     def stats(self) -> ServingStats:
         """A snapshot of load, memory and times."""
-        raise NotImplementedError
+        with self._changing:
+            leader = self._leader
+            counts = Counts() if leader is None else leader.counts
+            held = {} if leader is None else dict(leader.tree.held)
+            waiting = self._inbox.waiting
+            running = 0 if leader is None else len(leader.running)
+            return ServingStats(
+                state=self._inbox.state,
+                waiting=waiting,
+                running=running,
+                requests=counts.requests,
+                cancelled=counts.cancelled,
+                failed=counts.failed,
+                preempted=counts.preempted,
+                passes=counts.passes,
+                prompt_tokens=counts.prompt_tokens,
+                hit_tokens=counts.hit_tokens,
+                computed_tokens=counts.computed_tokens,
+                new_tokens=counts.new_tokens,
+                kv_tokens=held,
+                kv_capacity={
+                    "device": self._kv.tokens,
+                    "host": self._settings.host_kv_tokens,
+                    "disk": 0 if self._folder is None else self._kv.on_disk(self._settings.store_gb),
+                },
+                kv_bytes={tier: tokens * self._kv.token_bytes for tier, tokens in held.items()},
+                memory_bytes=self._memory,
+                ttft_s=tuple(counts.ttft_s),
+                token_s=tuple(counts.token_s),
+            )
 
     def documents(self) -> list[Document]:
         """Prefixes that are kept, the last used first, a hundred at most."""
-        raise NotImplementedError
+        with self._changing:
+            if self._leader is None:
+                return []
+            now = time.time()
+            leaves = heapq.nlargest(MOST_DOCUMENTS, self._leader.tree.leaves(), key=lambda node: node.used_at)
+            return [leaf.document(now) for leaf in leaves]
+
+    # Of all ranks
+
+    @without_autograd
+    def run(self) -> None:
+        """Serve until drained. A MegaKVError if a rank is lost, after every request was told so."""
+        try:
+            self._begin()
+            while not self._step():
+                pass
+            if self._folder is not None:
+                self._folder.close()
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        finally:
+            self._inbox.enter("ended")
+
+    def _begin(self) -> None:
+        """Compute a little, to see what a token takes, and make the tree."""
+        with self._engine.agreement.call():
+            cache, seconds = self._engine.new_cache(), []
+            prompt = torch.zeros(WARM_UP_TOKENS, dtype=torch.long)
+            for tokens in (prompt, prompt[:1], prompt[:1]):
+                began = time.perf_counter()
+                self._engine.extend([cache], [tokens])
+                seconds.append(time.perf_counter() - began)
+            nbytes = cache.span(0, len(prompt)).nbytes() / len(prompt)
+            self._kv = measured_memory(self._comm, nbytes, self._settings.kv_tokens)
+        if self._mesh.rank != 0:
+            return
+        self._times.add(PassSize(sequences=1, context=len(prompt)), seconds[-1])
+        tree = self._tree()
+        scheduler = Scheduler(self._settings, self._times)
+        with self._changing:
+            self._leader = Leader(
+                self._settings,
+                tree,
+                scheduler,
+                capacity=self._kv.tokens,
+                is_here=self._store.is_here,
+                disk_keeps_up=lambda: self._folder is not None and self._folder.keeps_up,
+            )
+        self._inbox.enter("serving")
+
+    def _tree(self) -> PrefixTree:
+        """The tree, with what an earlier server left on disk."""
+        host, folder = self._settings.host_kv_tokens, self._folder
+        if folder is None:
+            return PrefixTree(host)
+        tree = PrefixTree(
+            host,
+            int(self._settings.store_gb * 1e9),
+            token_bytes=self._kv.token_bytes,
+            cp=self._mesh.cp_size,
+            describe=folder.describe,
+        )
+        tree.restore(folder.found())
+        return tree
+
+    def _step(self) -> bool:
+        """One plan and its pass, on every rank; whether it was the last."""
+        agreement, leader = self._engine.agreement, self._leader
+        try:
+            with agreement.call():
+                plan = agreement.decide(self._plan)
+                began = time.perf_counter()
+                unread = self._worker.prepare(plan)
+                if plan.reports:
+                    self._memory = tuple(self._comm.gather_objects(memory_in_use(self._mesh.device)))
+            logits = self._worker.compute(plan)
+        except PeerLostError:
+            raise
+        except (MegaKVError, RuntimeError, ValueError) as error:
+            self._failures += 1
+            logger.warning("a pass failed: %s", error)
+            if leader is not None:
+                with self._changing:
+                    leader.recover(str(error))
+            return False
+        self._failures = 0
+        if leader is not None:
+            with self._changing:
+                leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
+                self._inbox.queued = len(leader.queue)
+        if plan.error:
+            raise MegaKVError(plan.error)
+        return plan.ends
+
+    # Of rank 0, by the thread that serves
+
+    def _plan(self) -> Plan:
+        """What is next, waited for while there is nothing to do."""
+        leader = self._leader
+        assert leader is not None
+        while True:
+            if self._failures >= MOST_FAILURES:
+                return Plan(error=f"{self._failures} passes failed one after the other; see what was said of them")
+            with self._changing:
+                requests, cancelled = self._inbox.take()
+                for request, submitted in requests:
+                    leader.add(request, submitted)
+                for request_id in cancelled:
+                    leader.cancel(request_id)
+                plan = leader.plan()
+                self._inbox.queued = len(leader.queue)
+            now = time.monotonic()
+            if plan is not None:
+                if now - self._reported_at > REPORT_SECONDS:
+                    self._reported_at = now
+                    plan = replace(plan, reports=True)
+            elif leader.idle and self._inbox.state == "draining":
+                plan = Plan(ends=True)
+            elif now - self._sent_at > self._mesh.timeout_s / 4:
+                # The others would not wait for ever.
+                plan = Plan()
+            if plan is not None:
+                self._sent_at = now
+                return plan
+            self._inbox.wait(min(LOOK_SECONDS, self._mesh.timeout_s / 8))
+            self._comm.watch.check("waiting for requests")
+
+    def _abandon(self, error: BaseException) -> None:
+        """Tell every request that it ends."""
+        message = str(error) if isinstance(error, MegaKVError) else "the server failed"
+        self._inbox.enter("ended")
+        requests, _ = self._inbox.take()
+        for request, _ in requests:
+            request.sink(Finished("error", message))
+        if self._leader is not None:
+            self._leader.end_all(message)

@@ -105,3 +105,5 @@ class Plan:
     """Tell rank 0 of each rank's memory, last."""
     ends: bool = False
     """There will be no other."""
+    error: str = ""
+    """There will be no other for this reason."""

@@ -82,7 +82,7 @@ class PrefixFolder:
     # Writing
 
     @property
-    def writes(self) -> bool:
+    def keeps_up(self) -> bool:
         """Whether the disk keeps up."""
         return self._waiting_bytes < MOST_WAITING
 
@@ -162,7 +162,7 @@ class PrefixFolder:
         return self._readers.submit(load)
 
     def found(self) -> list[FoundPrefix]:
-        """Of rank 0, before anything is written: all whole prefixes, parents first; what is left of others is removed."""
+        """Of rank 0, before anything is written: whole prefixes, parents first; what is left of others is removed."""
         names = {name for name in os.listdir(self._folder) if NAME.fullmatch(name)}
         whole: dict[str, FoundPrefix] = {}
         for name in sorted(names):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakv.serving.plan import StoredPart
-from megakv.serving.stats import Tier
+from megakv.serving.stats import Document, Tier
 
 Tokens = NDArray[np.int32]
+BEGINNING = 256
+"""First tokens by which people know a document."""
 
 
 @dataclass(eq=False)
@@ -45,6 +48,15 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
+    def document(self, now: float) -> Document:
+        """What to say of all up to its end."""
+        path, beginning = self.path(), []
+        for node in path:
+            beginning += node.tokens[: BEGINNING - len(beginning)].tolist()
+        tiers: list[Tier] = ["device", "host", "disk"]
+        tier = max((node.tier for node in path), key=tiers.index)
+        return Document(self.id, self.end, tuple(beginning), tier, now - self.used_at, path[0].hits)
+
 
 @dataclass(eq=False)
 class StoredFile:
@@ -53,6 +65,49 @@ class StoredFile:
     key: str
     nbytes: int
     nodes: list[Node]
+
+
+class StoredFiles:
+    """Files on disk, the least recently used first; each is there as long as any node is in it."""
+
+    def __init__(self) -> None:
+        self._files: OrderedDict[str, StoredFile] = OrderedDict()
+        self.nbytes = self.tokens = 0
+
+    def __iter__(self) -> Iterator[StoredFile]:
+        return iter(list(self._files.values()))
+
+    def add(self, node: Node, part: StoredPart, nbytes: int) -> None:
+        """A node gets a file."""
+        node.stored = part
+        self._files[part.key] = StoredFile(part.key, nbytes, [node])
+        self.nbytes += nbytes
+        self.tokens += len(node.tokens)
+
+    def use(self, node: Node) -> None:
+        """A node's file, if it has one, was used last."""
+        if node.stored is not None:
+            self._files.move_to_end(node.stored.key)
+
+    def split(self, node: Node, head: Node) -> None:
+        """The first tokens of a node have become those of `head`."""
+        if (part := node.stored) is not None:
+            middle = part.first + len(head.tokens)
+            head.stored, node.stored = replace(part, last=middle), replace(part, first=middle)
+            self._files[part.key].nodes.append(head)
+
+    def leave(self, node: Node) -> str | None:
+        """A node is not on disk any more; the key of its file, if nobody is in it now."""
+        if (part := node.stored) is None:
+            return None
+        file, node.stored = self._files[part.key], None
+        file.nodes.remove(node)
+        self.tokens -= len(node.tokens)
+        if file.nodes:
+            return None
+        del self._files[part.key]
+        self.nbytes -= file.nbytes
+        return part.key
 
 
 @dataclass(frozen=True)

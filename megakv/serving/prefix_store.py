@@ -1,7 +1,8 @@
-"""What a rank keeps of prefixes: spans of caches by the nodes of rank 0's tree, in memory, and on their way from disk."""
+"""What a rank keeps of prefixes: spans of caches by the nodes of rank 0's tree, in memory, or coming from disk."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 import torch
@@ -86,6 +87,11 @@ class PrefixStore:
             except (MegaKVError, OSError) as error:
                 failed[node] = str(error)
         return failed
+
+    def discard(self, nodes: Iterable[int]) -> None:
+        """Do without what some rank could not read."""
+        for node in nodes:
+            self._spans.pop(node, None)
 
     def forget(self) -> None:
         """Hold nothing in memory."""

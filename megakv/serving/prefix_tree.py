@@ -1,4 +1,4 @@
-"""The tree of kept prefixes, on rank 0: which tokens lie behind which, where their keys and values are, what goes first.
+"""The tree of kept prefixes, on rank 0: which tokens lie behind which, where they are kept, and what goes first.
 
 A radix tree over tokens: sequences that begin alike share nodes, and a node is split where they part, to a token. What
 ranks are to do with the spans of nodes comes out as commands.
@@ -12,44 +12,55 @@ from __future__ import annotations
 import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from megakv.serving.plan import Command, Drop, Erase, Keep, Load, Move, Split, StoredPart
-from megakv.serving.prefix_node import FoundPrefix, Node, StoredFile, Tokens, common, walk
+from megakv.serving.prefix_node import FoundPrefix, Node, StoredFiles, Tokens, common, walk
 from megakv.serving.stats import Tier
 
 
 class PrefixTree:
-    """What is kept, within so many tokens of host memory and bytes of disk; the device's are told to `shrink`.
+    """What is kept, within so many tokens of host memory and bytes of disk; those of the device are told to `shrink`.
 
-    A token takes `token_bytes` on disk, over all ranks, of which `cp` are context-parallel. `commands` is what ranks
-    are to do, in order; whoever tells them clears it.
+    A token takes `token_bytes` on disk, over all ranks, of which `cp` are context-parallel. `describe` is told what
+    will be in a file, and behind which part of another that comes. `commands` is what ranks are to do, in order;
+    whoever tells them clears it.
     """
 
-    def __init__(self, host_tokens: int = 0, disk_bytes: int = 0, *, token_bytes: int = 0, cp: int = 1):
+    def __init__(
+        self,
+        host_tokens: int = 0,
+        disk_bytes: int = 0,
+        *,
+        token_bytes: int = 0,
+        cp: int = 1,
+        describe: Callable[[str, Tokens, StoredPart | None], None] = lambda key, tokens, behind: None,
+    ):
         self.root = Node(0, np.zeros(0, dtype=np.int32), None, 0)
         self.commands: list[Command] = []
-        self.held: dict[Tier, int] = {"device": 0, "host": 0, "disk": 0}
-        """Tokens by tier."""
         self.used_tokens = 0
         """Tokens of nodes that running sequences use."""
-        self.stored_bytes = 0
+        self.loading: dict[int, Node] = {}
+        """What ranks are reading from disk."""
         self._host_tokens, self._disk_bytes = host_tokens, disk_bytes
-        self._token_bytes, self._cp = token_bytes, cp
+        self._token_bytes, self._cp, self._describe = token_bytes, cp, describe
         self._ids = itertools.count(1)
-        # Unused nodes in memory, and files, the least recently used first: parents behind their children.
+        self._memory = {"device": 0, "host": 0}
+        # Unused nodes in memory, the least recently used first: parents behind their children, as in files.
         self._idle: dict[Tier, OrderedDict[int, Node]] = {"device": OrderedDict(), "host": OrderedDict()}
-        self._files: OrderedDict[str, StoredFile] = OrderedDict()
+        self._files = StoredFiles()
+
+    @property
+    def held(self) -> dict[Tier, int]:
+        """Tokens by tier."""
+        return {"device": self._memory["device"], "host": self._memory["host"], "disk": self._files.tokens}
 
     # Finding
 
     def match(self, tokens: Tokens, node: Node | None = None) -> tuple[list[Node], int]:
-        """The nodes behind `node` that `tokens` begin with, and how many of these that is; the last node may be one of
-        whose tokens only the first do.
-        """
+        """The nodes behind `node` that `tokens` begin with, of the last perhaps a part, and how many tokens that is."""
         node, done, path = node or self.root, 0, []
         while done < len(tokens) and (child := node.children.get(int(tokens[done]))) is not None:
             alike = common(child.tokens, tokens[done:])
@@ -59,6 +70,14 @@ class PrefixTree:
                 break
             node = child
         return path, done
+
+    def has(self, node: Node) -> bool:
+        """Whether a node is still there: what could not be read is not, nor what came behind it."""
+        while (parent := node.parent) is not None:
+            if parent.children.get(int(node.tokens[0])) is not node:
+                return False
+            node = parent
+        return True
 
     def take(self, tokens: Tokens, node: Node, now: float) -> list[Node]:
         """Use what `match` finds, for a sequence that uses `node` already; a node of which it is a part is split."""
@@ -84,7 +103,8 @@ class PrefixTree:
             elif node.memory is None and not node.loading:
                 assert node.stored is not None
                 node.loading = True
-                self.held["device"] += len(node.tokens)
+                self.loading[node.id] = node
+                self._memory["device"] += len(node.tokens)
                 self.commands.append(Load(node.id, node.stored))
         return [node for node in nodes if node.loading]
 
@@ -93,7 +113,8 @@ class PrefixTree:
         if not node.loading:
             return
         node.loading = False
-        self.held["device"] -= len(node.tokens)
+        del self.loading[node.id]
+        self._memory["device"] -= len(node.tokens)
         if success:
             self._enter(node, "device")
         else:
@@ -112,14 +133,16 @@ class PrefixTree:
         if done < len(tokens):
             fresh = self._grow(at, tokens[done:])
             fresh.memory = "device"
-            self.held["device"] += len(fresh.tokens)
-            writes = keeps_on_disk and self._disk_bytes and (at is self.root or at.stored is not None)
+            self._memory["device"] += len(fresh.tokens)
+            writes = keeps_on_disk and self._disk_bytes > 0 and (at is self.root or at.stored is not None)
             key = secrets.token_hex(12) if writes else None
             self.commands.append(Keep(fresh.id, sequence, at.end, fresh.end, key))
             path.append(fresh)
         self._use(path, now)
         if done < len(tokens) and key is not None:
-            self._store(fresh, StoredPart(key, 0, len(fresh.tokens), self._cp), len(fresh.tokens) * self._token_bytes)
+            self._describe(key, fresh.tokens, at.stored)
+            size = len(fresh.tokens)
+            self._files.add(fresh, StoredPart(key, 0, size, self._cp), size * self._token_bytes)
             self._shrink_disk()
         return path
 
@@ -142,23 +165,16 @@ class PrefixTree:
             fresh = ends[file.key] = self._grow(at, file.tokens[done:])
             lengths[file.key] = len(file.tokens)
             fresh.used_at = file.used_at
-            self._store(fresh, StoredPart(file.key, done, len(file.tokens), file.cp), file.nbytes)
+            self._files.add(fresh, StoredPart(file.key, done, len(file.tokens), file.cp), file.nbytes)
         for leaf in sorted(self.leaves(), key=lambda node: node.used_at):
             for node in reversed(leaf.path()):
-                if node.stored is not None:
-                    self._files.move_to_end(node.stored.key)
+                self._files.use(node)
         self._shrink_disk()
 
     def _grow(self, node: Node, tokens: Tokens) -> Node:
         fresh = Node(next(self._ids), tokens.copy(), node, node.end + len(tokens))
         node.children[int(tokens[0])] = fresh
         return fresh
-
-    def _store(self, node: Node, part: StoredPart, nbytes: int) -> None:
-        node.stored = part
-        self._files[part.key] = StoredFile(part.key, nbytes, [node])
-        self.stored_bytes += nbytes
-        self.held["disk"] += len(node.tokens)
 
     def _split(self, node: Node, at: int) -> Node:
         """Put the first tokens of a node into a new one, its parent from now on."""
@@ -169,10 +185,9 @@ class PrefixTree:
         node.parent.children[int(head.tokens[0])] = head
         node.tokens, node.parent = node.tokens[at:].copy(), head
         head.children[int(node.tokens[0])] = node
-        if (part := node.stored) is not None:
-            middle = part.first + at
-            head.stored, node.stored = replace(part, last=middle), replace(part, first=middle)
-            self._files[part.key].nodes.append(head)
+        self._files.split(node, head)
+        if node.loading:
+            self.loading[head.id] = head
         if node.memory is not None or node.loading:
             self.commands.append(Split(node.id, head.id, at))
         if node.memory is not None and not head.uses:
@@ -199,8 +214,7 @@ class PrefixTree:
                 self.used_tokens -= len(node.tokens)
                 if node.memory is not None:
                     self._idle[node.memory][node.id] = node
-            if node.stored is not None:
-                self._files.move_to_end(node.stored.key)
+            self._files.use(node)
             node = node.parent
 
     # Shrinking
@@ -208,7 +222,7 @@ class PrefixTree:
     def shrink(self, device_tokens: int) -> None:
         """Let what is unused leave the device until so many tokens are there, as far as that goes."""
         idle = self._idle["device"]
-        while self.held["device"] > device_tokens and idle:
+        while self._memory["device"] > device_tokens and idle:
             node = next(iter(idle.values()))
             if self._host_tokens >= len(node.tokens):
                 self.commands.append(Move(node.id, to_host=True))
@@ -216,16 +230,16 @@ class PrefixTree:
             else:
                 self._leave_memory(node)
         idle = self._idle["host"]
-        while self.held["host"] > self._host_tokens and idle:
+        while self._memory["host"] > self._host_tokens and idle:
             self._leave_memory(next(iter(idle.values())))
 
     def _enter(self, node: Node, tier: Tier) -> None:
         """A node's span moves between tiers of memory, or comes there from disk."""
         if node.memory is not None:
-            self.held[node.memory] -= len(node.tokens)
+            self._memory[node.memory] -= len(node.tokens)
             self._idle[node.memory].pop(node.id, None)
         node.memory = tier
-        self.held[tier] += len(node.tokens)
+        self._memory[tier] += len(node.tokens)
         if not node.uses:
             self._idle[tier][node.id] = node
 
@@ -235,31 +249,22 @@ class PrefixTree:
             return
         assert node.memory is not None
         self.commands.append(Drop(node.id))
-        self.held[node.memory] -= len(node.tokens)
+        self._memory[node.memory] -= len(node.tokens)
         self._idle[node.memory].pop(node.id, None)
         node.memory = None
 
     def _shrink_disk(self) -> None:
-        for file in list(self._files.values()) if self.stored_bytes > self._disk_bytes else ():
+        for file in self._files if self._files.nbytes > self._disk_bytes else ():
             # A used node may be about to be read.
-            if self.stored_bytes <= self._disk_bytes or any(node.uses for node in file.nodes):
-                continue
-            for node in list(file.nodes):
-                self._leave_disk(node)
-                if node.memory is None:
-                    self._remove(node)
+            if self._files.nbytes > self._disk_bytes and not any(node.uses for node in file.nodes):
+                for node in list(file.nodes):
+                    self._leave_disk(node)
+                    if node.memory is None:
+                        self._remove(node)
 
     def _leave_disk(self, node: Node) -> None:
-        if node.stored is None:
-            return
-        file = self._files[node.stored.key]
-        file.nodes.remove(node)
-        node.stored = None
-        self.held["disk"] -= len(node.tokens)
-        if not file.nodes:
-            del self._files[file.key]
-            self.stored_bytes -= file.nbytes
-            self.commands.append(Erase(file.key))
+        if (key := self._files.leave(node)) is not None:
+            self.commands.append(Erase(key))
 
     def _remove(self, node: Node) -> None:
         """Forget a node and all behind it. Sequences that use it have it in their caches."""
@@ -270,9 +275,10 @@ class PrefixTree:
             self._leave_disk(each)
             if each.memory is not None or each.loading:
                 self.commands.append(Drop(each.id))
-                self.held[each.memory or "device"] -= len(each.tokens)
+                self._memory[each.memory or "device"] -= len(each.tokens)
             if each.memory is not None:
                 self._idle[each.memory].pop(each.id, None)
+            self.loading.pop(each.id, None)
             each.memory, each.loading = None, False
 
     def forget_memory(self) -> None:
@@ -281,7 +287,8 @@ class PrefixTree:
         for node in list(walk(self.root)):
             node.uses, node.memory, node.loading = 0, None, False
         self.used_tokens = 0
-        self.held["device"] = self.held["host"] = 0
+        self.loading.clear()
+        self._memory["device"] = self._memory["host"] = 0
         for idle in self._idle.values():
             idle.clear()
         for node in list(walk(self.root)):

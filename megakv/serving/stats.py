@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from typing import Literal
 
 Tier = Literal["device", "host", "disk"]
 State = Literal["starting", "serving", "draining", "ended"]
+
+
+SAMPLES = 4096
+"""Latest times that are kept."""
+
+
+@dataclass
+class Counts:
+    """Since the start, and the latest times; named as in `ServingStats`."""
+
+    requests: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    preempted: int = 0
+    passes: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: int = 0
+    computed_tokens: int = 0
+    new_tokens: int = 0
+    ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    token_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
 
 @dataclass(frozen=True)

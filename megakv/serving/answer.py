@@ -1,0 +1,78 @@
+"""One answer under way: its tokens, how many of them are in its cache, and where in the tree it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from megakv.serving.prefix_node import Node, Tokens
+from megakv.serving.request import Request
+from megakv.serving.sampler import Sampler
+from megakv.serving.scheduler import Reader
+
+
+@dataclass(eq=False)
+class Answer:
+    """What rank 0 knows of a request.
+
+    Of its `tokens`, the prompt's and then its own, the first `cached` are in its cache, and those up to the end of
+    `node` are kept in the tree. It waits, then `loading` what is on disk, `reading` what is not cached and `decoding`.
+    """
+
+    request: Request
+    arrival: int
+    submitted: float
+    node: Node
+    sampler: Sampler
+    tokens: list[int] = field(default_factory=list)
+    state: Literal["waiting", "loading", "reading", "decoding"] = "waiting"
+    number: int = 0
+    """By which ranks know its cache; another one each time that it is admitted."""
+    cached: int = 0
+    hits: int = 0
+    failures: int = 0
+    token_at: float | None = None
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def priority(self) -> int:
+        return self.request.priority
+
+    @property
+    def user(self) -> str:
+        return self.request.user
+
+    @property
+    def new(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def most(self) -> int:
+        """Tokens that it may come to."""
+        return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.cached
+
+    @property
+    def reusable(self) -> Tokens:
+        """What it could find of its tokens in the tree: the last one has to be computed, for what comes next."""
+        return self.ids(0, len(self.tokens) - 1)
+
+    def ids(self, first: int, last: int) -> Tokens:
+        """Some of its tokens."""
+        return np.array(self.tokens[first:last], dtype=np.int32)
+
+    def reader(self) -> Reader:
+        """As the scheduler sees it."""
+        return Reader(self.priority, self.user, self.arrival, self.cached, self.left)
+
+    def wait(self, root: Node) -> None:
+        """It has no cache any more."""
+        self.state, self.node, self.cached, self.number = "waiting", root, 0, 0

@@ -1,0 +1,94 @@
+"""Where requests of any thread wait for the thread that serves."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+from megakv.errors import MegaKVError
+from megakv.serving.request import Event, Finished, Request
+from megakv.serving.stats import State
+
+logger = logging.getLogger(__name__)
+
+
+class RefusedError(MegaKVError):
+    """No request is taken at the moment: too many wait, or the server is draining or has ended."""
+
+
+class Inbox:
+    """Requests and cancellations until they are taken, and the ids of all requests that have not ended."""
+
+    def __init__(self, max_queue: int):
+        self.state: State = "starting"
+        self.queued = 0
+        """Requests that were taken from here and still wait."""
+        self._max_queue = max_queue
+        self._requests: list[tuple[Request, float]] = []
+        self._cancelled: list[str] = []
+        self._ids: set[str] = set()
+        self._changed = threading.Condition()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are not served yet."""
+        return len(self._requests) + self.queued
+
+    def submit(self, request: Request) -> None:
+        """Take a request in; a RefusedError if none is taken now, a ValueError if its id is in use."""
+        with self._changed:
+            if self.state in ("draining", "ended"):
+                raise RefusedError(f"the server is {self.state}: it takes no more requests")
+            if (waiting := self.waiting) >= self._max_queue:
+                raise RefusedError(f"{waiting} requests wait already, max_queue = {self._max_queue}; try again later")
+            if request.id in self._ids:
+                raise ValueError(f"a request with id = {request.id!r} is under way; give each its own")
+            self._ids.add(request.id)
+            self._requests.append((self._watched(request), time.monotonic()))
+            self._changed.notify()
+
+    def _watched(self, request: Request) -> Request:
+        """The request with a sink that cannot fail, and of which the end is seen."""
+
+        def sink(event: Event) -> None:
+            if isinstance(event, Finished):
+                with self._changed:
+                    self._ids.discard(request.id)
+            try:
+                request.sink(event)
+            except Exception:
+                logger.exception("the sink of request %s failed; it is cancelled", request.id)
+                self.cancel(request.id)
+
+        return replace(request, sink=sink)
+
+    def cancel(self, request_id: str) -> None:
+        """Ask for the end of a request; of one that has ended already this does nothing."""
+        with self._changed:
+            if request_id in self._ids:
+                self._cancelled.append(request_id)
+                self._changed.notify()
+
+    def enter(self, state: State) -> None:
+        """Begin to serve, to drain, or end; what was begun later stays."""
+        order: list[State] = ["starting", "serving", "draining", "ended"]
+        with self._changed:
+            self.state = max(self.state, state, key=order.index)
+            self._changed.notify()
+
+    def take(self) -> tuple[list[tuple[Request, float]], list[str]]:
+        """All that came in, with when it did."""
+        with self._changed:
+            taken = self._requests, self._cancelled
+            self._requests, self._cancelled = [], []
+            # Both count as waiting until the next look at what does.
+            self.queued += len(taken[0])
+            return taken
+
+    def wait(self, seconds: float) -> None:
+        """Until something comes in, or the server is to drain; at most so long."""
+        with self._changed:
+            if not self._requests and not self._cancelled and self.state != "draining":
+                self._changed.wait(seconds)

@@ -1,0 +1,310 @@
+"""Rank 0's side of the loop: takes requests, plans what all ranks do next, and hands out what comes of it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from megakv.serving.answer import Answer
+from megakv.serving.pass_times import PassSize
+from megakv.serving.plan import Attach, Await, Close, Plan
+from megakv.serving.prefix_node import Node, common
+from megakv.serving.prefix_tree import PrefixTree
+from megakv.serving.request import Finished, Progress, Request, Token
+from megakv.serving.sampler import Sampler, sample
+from megakv.serving.scheduler import Queue, Scheduler, turns
+from megakv.serving.settings import ServingSettings
+from megakv.serving.stats import Counts
+
+LEAST_SHARED = 16
+"""So many tokens that another prompt is about to read are waited for, rather than read twice."""
+MOST_FAILURES = 2
+"""An answer that was part of so many passes that failed ends with the error."""
+
+
+@dataclass
+class Outcome:
+    """What came of a plan, on rank 0."""
+
+    seconds: float
+    logits: Tensor | None = None
+    unread: dict[int, str] = field(default_factory=dict)
+    """Nodes that could not be read from disk by some rank."""
+
+
+class Leader:
+    """The answers under way, and those that wait.
+
+    `capacity` are the tokens that device memory has space for; `is_here` says whether a node that is being read from
+    disk is there, on this rank; `disk_keeps_up` whether more can be written to it.
+    """
+
+    def __init__(
+        self,
+        settings: ServingSettings,
+        tree: PrefixTree,
+        scheduler: Scheduler,
+        *,
+        capacity: int,
+        is_here: Callable[[int], bool] = lambda node: True,
+        disk_keeps_up: Callable[[], bool] = lambda: True,
+    ):
+        self.tree, self.capacity = tree, capacity
+        self.queue: Queue[Answer] = Queue()
+        self.running: list[Answer] = []
+        self.counts = Counts()
+        self._settings, self._scheduler = settings, scheduler
+        self._is_here, self._disk_keeps_up = is_here, disk_keeps_up
+        self._arrivals, self._numbers = itertools.count(), itertools.count(1)
+        self._by_id: dict[str, Answer] = {}
+        # Answers of the pass under way, with how many tokens of each it computes, and all of it.
+        self._pass: list[tuple[Answer, int]] = []
+        self._size = PassSize()
+        self._awaited: list[Node] = []
+        self._reset = False
+
+    # What comes in
+
+    def add(self, request: Request, submitted: float) -> None:
+        """A request begins to wait."""
+        sampler = Sampler(request.sampling, request.logprobs)
+        answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler)
+        self._by_id[request.id] = answer
+        self.queue.add(answer)
+        if answer.most > self.capacity:
+            wanted = f"prompt and output need {answer.most} tokens but kv_tokens = {self.capacity}"
+            self._end(answer, Finished("error", f"{wanted}: ask for less, or start the server with more"))
+
+    def cancel(self, request_id: str) -> None:
+        """A request ends, if it has not yet."""
+        if (answer := self._by_id.get(request_id)) is not None:
+            self._end(answer, Finished("cancelled"))
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is there."""
+        return not self.running and not len(self.queue)
+
+    # What is to be done
+
+    def plan(self) -> Plan | None:
+        """What all ranks do next; None if there is nothing to do."""
+        now = time.time()
+        self._admit(now)
+        for answer in self.running:
+            if answer.state == "reading":
+                self._advance(answer, now)
+        decoding = [answer for answer in self.running if answer.state == "decoding"]
+        size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
+        readers = self._readers()
+        chunks = self._scheduler.chunks([answer.reader() for answer in readers], size)
+        chosen = [(answer, 1) for answer in decoding]
+        for answer, new in zip(readers, chunks, strict=True):
+            if new:
+                chosen.append((answer, new))
+                size = size.with_prompt(answer.cached, new)
+        coming = list(self.tree.loading.values())
+        # Where there is nothing else to do, what is being read is waited for.
+        self._awaited = [node for node in coming if self._is_here(node.id)] if chosen else coming
+        commands = self.tree.commands
+        self.tree.commands = []
+        if self._awaited:
+            commands.append(Await(tuple(node.id for node in self._awaited)))
+        self._pass, self._size = chosen, size
+        if not commands and not chosen and not self._reset:
+            return None
+        tokens = tuple(tuple(answer.tokens[answer.cached : answer.cached + new]) for answer, new in chosen)
+        plan = Plan(tuple(commands), tuple(answer.number for answer, _ in chosen), tokens, self._reset)
+        self._reset = False
+        return plan
+
+    def _readers(self) -> list[Answer]:
+        """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
+        reading = [answer for answer in self.running if answer.state == "reading"]
+        ahead: dict[int, list[Answer]] = {}
+        found = []
+        for at in turns([answer.reader() for answer in reading]):
+            answer = reading[at]
+            others = ahead.setdefault(answer.node.id, [])
+            if not any(self._shares(answer, other) for other in others):
+                others.append(answer)
+                found.append(answer)
+        return found
+
+    @staticmethod
+    def _shares(answer: Answer, other: Answer) -> bool:
+        """Whether two that are at the same node go on alike, for long enough."""
+        least = min(LEAST_SHARED, answer.left - 1)
+        first = answer.ids(answer.cached, answer.cached + least)
+        return least > 0 and common(first, other.ids(other.cached, other.cached + least)) >= least
+
+    def _admit(self, now: float) -> None:
+        while (answer := self.queue.head(self.running)) is not None:
+            if not self._fits(answer) and not self._make_space(answer):
+                return
+            self.queue.remove(answer)
+            self.running.append(answer)
+            answer.number, answer.state = next(self._numbers), "reading"
+            self.tree.commands.append(Attach(answer.number, ()))
+            self._advance(answer, now)
+            if not answer.new:
+                self.counts.prompt_tokens += len(answer.request.prompt)
+                answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
+            self.tree.shrink(self.capacity - self._reserved)
+
+    @property
+    def _reserved(self) -> int:
+        """Tokens that running answers may come to, beside what the tree has of them."""
+        return sum(answer.most - answer.node.end for answer in self.running)
+
+    def _fits(self, answer: Answer) -> bool:
+        path, matched = self.tree.match(answer.reusable)
+        used = 0
+        for node in path:
+            used += min(len(node.tokens), matched - used) if node.uses else 0
+        needed = self.tree.used_tokens + self._reserved + answer.most - used
+        return len(self.running) < self._settings.max_sequences and needed <= self.capacity
+
+    def _make_space(self, answer: Answer) -> bool:
+        """Let those of lower priority wait again, the latest first; what they have computed is kept."""
+        others = [other for other in self.running if other.priority < answer.priority]
+        for other in sorted(others, key=lambda each: (each.priority, -each.arrival)):
+            self._leave(other)
+            other.wait(self.tree.root)
+            self.queue.add(other, first=True)
+            self.counts.preempted += 1
+            if self._fits(answer):
+                return True
+        return False
+
+    def _advance(self, answer: Answer, now: float) -> None:
+        """Take over what the tree has of the tokens that come next."""
+        if answer.node.end == answer.cached:
+            path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
+            answer.node = path[-1] if path else answer.node
+        if answer.node.end <= answer.cached:
+            return
+        nodes = [node for node in answer.node.path() if node.end > answer.cached]
+        if self.tree.fetch(nodes):
+            answer.state = "loading"
+            return
+        self.tree.commands.append(Attach(answer.number, tuple(node.id for node in nodes)))
+        found = answer.node.end - answer.cached
+        answer.state, answer.cached = "reading", answer.node.end
+        answer.hits += found
+        self.counts.hit_tokens += 0 if answer.new else found
+
+    # What came of it
+
+    def absorb(self, outcome: Outcome) -> None:
+        """Take what a plan came to."""
+        now = time.time()
+        for node in self._awaited:
+            self.tree.loaded(node, node.id not in outcome.unread)
+        if self._awaited:
+            self._go_on(now)
+        if not self._pass:
+            return
+        self.counts.passes += 1
+        reading = self._size.prompt_tokens > 0 or any(answer.state == "reading" for answer in self.running)
+        self._scheduler.measured(self._size, outcome.seconds, reading=reading)
+        asked: list[tuple[int, Answer]] = []
+        for row, (answer, new) in enumerate(self._pass):
+            answer.cached += new
+            if answer.state == "reading":
+                self._keep(answer, now)
+                self.counts.computed_tokens += new
+                if not answer.new:
+                    answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
+            if not answer.left:
+                asked.append((row, answer))
+        if asked:
+            assert outcome.logits is not None
+            self._hand_out([answer for _, answer in asked], outcome.logits[[row for row, _ in asked]])
+
+    def _go_on(self, now: float) -> None:
+        """Those that waited for what was read from disk."""
+        for answer in self.running:
+            if answer.state != "loading":
+                continue
+            if not self.tree.has(answer.node):
+                self.tree.release(answer.node, now)
+                path = self.tree.take(answer.ids(0, answer.cached), self.tree.root, now)
+                answer.node, answer.state = path[-1] if path else self.tree.root, "reading"
+            elif not any(node.loading for node in answer.node.path()):
+                self._advance(answer, now)
+
+    def _hand_out(self, answers: Sequence[Answer], logits: Tensor) -> None:
+        tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
+        now = time.monotonic()
+        for answer, token in zip(answers, tokens, strict=True):
+            self._tell(answer, token, now)
+
+    def _tell(self, answer: Answer, token: Token, now: float) -> None:
+        if answer.token_at is None:
+            self.counts.ttft_s.append(now - answer.submitted)
+        else:
+            self.counts.token_s.append(now - answer.token_at)
+        answer.token_at, answer.state = now, "decoding"
+        answer.tokens.append(token.id)
+        self.counts.new_tokens += 1
+        answer.request.sink(token)
+        if token.id in answer.request.stop_ids:
+            self._end(answer, Finished("stop"))
+        elif answer.new == answer.request.max_new_tokens:
+            self._end(answer, Finished("length"))
+
+    def _keep(self, answer: Answer, now: float) -> None:
+        """What its cache has becomes part of the tree."""
+        tokens = answer.ids(answer.node.end, answer.cached)
+        disk = self._disk_keeps_up()
+        path = self.tree.insert(answer.node, tokens, now, sequence=answer.number, keeps_on_disk=disk)
+        answer.node = path[-1] if path else answer.node
+
+    def _leave(self, answer: Answer) -> None:
+        """An answer gives its cache back, of which everything is kept."""
+        now = time.time()
+        if answer.node.end < answer.cached:
+            self._keep(answer, now)
+        self.tree.release(answer.node, now)
+        self.tree.commands.append(Close(answer.number))
+        self.running.remove(answer)
+
+    def _end(self, answer: Answer, finished: Finished) -> None:
+        if answer.state == "waiting":
+            self.queue.remove(answer)
+        else:
+            self._leave(answer)
+        self._finish(answer, finished)
+
+    def _finish(self, answer: Answer, finished: Finished) -> None:
+        del self._by_id[answer.request.id]
+        self.counts.requests += 1
+        self.counts.cancelled += finished.why == "cancelled"
+        self.counts.failed += finished.why == "error"
+        answer.request.sink(finished)
+
+    # Failures
+
+    def recover(self, message: str) -> None:
+        """A plan failed: nothing that is in memory counts any more. Answers begin anew, unless that was tried."""
+        self.tree.forget_memory()
+        self._reset, again = True, self.running
+        self.running, self._awaited, self._pass = [], [], []
+        for answer in reversed(again):
+            answer.wait(self.tree.root)
+            answer.failures += 1
+            if answer.failures >= MOST_FAILURES:
+                self._finish(answer, Finished("error", message))
+            else:
+                self.queue.add(answer, first=True)
+
+    def end_all(self, message: str) -> None:
+        """Every request ends with an error; nothing follows."""
+        for answer in [*self.running, *self.queue]:
+            self._finish(answer, Finished("error", message))
+        self.running, self.queue = [], Queue()

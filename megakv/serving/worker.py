@@ -1,0 +1,59 @@
+"""What every rank does with a plan: caches and spans by the numbers that rank 0 gave them, and passes."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megakv.cache.cache import ShardedCache
+from megakv.distributed.comm import Communicator
+from megakv.serving.plan import Attach, Await, Close, Keep, Plan
+from megakv.serving.prefix_store import PrefixStore
+
+
+class ServedEngine(Protocol):
+    """What serving needs of an engine."""
+
+    def new_cache(self) -> ShardedCache: ...
+    def extend(self, caches: list[ShardedCache], tokens: list[Tensor]) -> Tensor: ...
+
+
+class Worker:
+    """One rank's caches and kept spans."""
+
+    def __init__(self, engine: ServedEngine, comm: Communicator, store: PrefixStore):
+        self._engine, self._comm, self._store = engine, comm, store
+        self._caches: dict[int, ShardedCache] = {}
+
+    def prepare(self, plan: Plan) -> dict[int, str]:
+        """Carry out a plan's commands; what of the disk could not be read, by node, on any rank, and why."""
+        unread: dict[int, str] = {}
+        if plan.reset:
+            self._caches.clear()
+            self._store.forget()
+        for command in plan.commands:
+            match command:
+                case Keep():
+                    self._store.keep(command, self._caches[command.sequence])
+                case Attach(sequence, nodes):
+                    if sequence not in self._caches:
+                        self._caches[sequence] = self._engine.new_cache()
+                    self._store.attach(nodes, self._caches[sequence])
+                case Close(sequence):
+                    del self._caches[sequence]
+                case Await():
+                    for failed in self._comm.gather_objects(self._store.receive(command)):
+                        unread |= failed
+                    self._store.discard(unread)
+                case _:
+                    self._store.arrange(command)
+        return unread
+
+    def compute(self, plan: Plan) -> Tensor | None:
+        """Carry out its pass: the logits behind the last new token of each sequence."""
+        if not plan.sequences:
+            return None
+        caches = [self._caches[sequence] for sequence in plan.sequences]
+        return self._engine.extend(caches, [torch.tensor(tokens) for tokens in plan.tokens])
