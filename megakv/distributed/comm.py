@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -321,8 +322,24 @@ class Communicator:
         if self.mesh.world_size > 1:
             self.failures.begin_step()
             with self.guard(range(self.mesh.world_size), "control", None):
+                if self.mesh.links:
+                    return self._object_of_rank_zero(value)
                 dist.broadcast_object_list(values, 0, group=self.mesh.group("world"))
         return values[0]
+
+    def _object_of_rank_zero(self, value: T) -> T:
+        """Its length and its bytes go in one message."""
+        if self.mesh.rank == 0:
+            data = pickle.dumps(value)
+            message = torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + data), dtype=torch.uint8)
+            self._exchange(dict.fromkeys(range(1, self.mesh.world_size), message), {})
+            return value
+        length = torch.empty(1, dtype=torch.int64)
+        self._exchange({}, {0: length})
+        data_bytes = torch.empty(int(length), dtype=torch.uint8)
+        self._exchange({}, {0: data_bytes})
+        received: T = pickle.loads(data_bytes.numpy())
+        return received
 
     def gather_objects(self, value: T) -> list[T]:
         """One small object of every rank, on every rank."""

@@ -1,0 +1,181 @@
+"""Ranks that follow plans without a model: their caches hold tokens, and time is what a formula says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from megakv.serving.leader import Leader, Outcome
+from megakv.serving.pass_times import PassTimes
+from megakv.serving.plan import Attach, Await, Close, Drop, Erase, Keep, Load, Move, Plan, Split
+from megakv.serving.prefix_tree import PrefixTree
+from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
+from megakv.serving.scheduler import Scheduler
+from megakv.serving.settings import ServingSettings
+
+VOCABULARY = 97
+GREEDY = Sampling(temperature=0)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """What comes behind some tokens: any of them changes it."""
+    return hashlib.blake2b(bytes(tokens), digest_size=4).digest()[0] % VOCABULARY
+
+
+def answer_alone(prompt: Sequence[int], new: int) -> list[int]:
+    """What a model that nobody else asks would say."""
+    tokens = list(prompt)
+    for _ in range(new):
+        tokens.append(next_token(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Machine:
+    """Seconds of a pass, as real ones take them: some for each, and some for what is in it."""
+
+    each: float = 0.02
+    token: float = 0.002
+    pair: float = 2e-7
+    sequence: float = 0.002
+    context: float = 1e-7
+
+    def seconds(self, pasts: Sequence[int], new: Sequence[int], decodes: Sequence[bool]) -> float:
+        total = self.each
+        for past, count, alone in zip(pasts, new, decodes, strict=True):
+            pairs = count * (past + count / 2)
+            total += self.sequence + self.context * past if alone else self.token * count + self.pair * pairs
+        return total
+
+
+@dataclass
+class Stream:
+    """What a request was told, and when."""
+
+    prompt: tuple[int, ...]
+    new: int
+    submitted: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    progress: list[Progress] = field(default_factory=list)
+    finished: Finished | None = None
+
+    @property
+    def gaps(self) -> list[float]:
+        return [later - earlier for earlier, later in zip(self.times, self.times[1:], strict=False)]
+
+
+class Simulation:
+    """A leader, and ranks that do as it says."""
+
+    def __init__(self, settings: ServingSettings, *, machine: Machine | None = None, disk: int = 0):
+        self.now = 0.0
+        self.machine = machine or Machine()
+        self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
+        scheduler = Scheduler(settings, PassTimes())
+        self.leader = Leader(settings, self.tree, scheduler, capacity=settings.kv_tokens or 1 << 40)
+        self.streams: dict[str, Stream] = {}
+        self.caches: dict[int, tuple[int, ...]] = {}
+        self.spans: dict[int, tuple[int, ...]] = {}
+        self.files: dict[str, tuple[int, ...]] = {}
+        self.computed = 0
+        self.breaks: list[str] = []
+        """Files that cannot be read any more."""
+
+    def submit(self, name: str, prompt: Sequence[int], new: int, **options: Any) -> Stream:
+        stream = self.streams[name] = Stream(tuple(prompt), new, self.now)
+
+        def sink(event: Event) -> None:
+            assert stream.finished is None
+            match event:
+                case Token(id):
+                    stream.tokens.append(id)
+                    stream.times.append(self.now)
+                case Progress():
+                    stream.progress.append(event)
+                case Finished():
+                    stream.finished = event
+
+        self.leader.add(Request(name, tuple(prompt), new, sink, **{"sampling": GREEDY, **options}), 0.0)
+        return stream
+
+    def step(self, *, fails: bool = False) -> bool:
+        """One plan; whether there was one."""
+        plan = self.leader.plan()
+        if plan is None:
+            return False
+        unread = self._prepare(plan)
+        if fails:
+            self.leader.recover("it failed")
+            return True
+        began, logits = self.now, self._compute(plan)
+        self.leader.absorb(Outcome(self.now - began, logits, unread))
+        return True
+
+    def run(self) -> None:
+        """Until everything is answered."""
+        for _ in range(1_000_000):
+            if not self.step():
+                assert self.leader.idle
+                return
+        raise AssertionError("it does not end")
+
+    def _prepare(self, plan: Plan) -> dict[int, str]:
+        unread: dict[int, str] = {}
+        if plan.reset:
+            self.caches.clear()
+            self.spans.clear()
+        for command in plan.commands:
+            match command:
+                case Split(node, head, at):
+                    self.spans[head], self.spans[node] = self.spans[node][:at], self.spans[node][at:]
+                case Keep(node, sequence, first, last, key):
+                    self.spans[node] = self.caches[sequence][first:last]
+                    assert len(self.spans[node]) == last - first
+                    if key is not None:
+                        self.files[key] = self.spans[node]
+                case Attach(sequence, nodes):
+                    held = self.caches.get(sequence, ())
+                    self.caches[sequence] = held + tuple(token for node in nodes for token in self.spans[node])
+                case Close(sequence):
+                    del self.caches[sequence]
+                case Drop(node):
+                    del self.spans[node]
+                case Load(node, part):
+                    self.spans[node] = self.files[part.key][part.first : part.last]
+                    if part.key in self.breaks:
+                        unread[node] = "it is broken"
+                case Erase(key):
+                    del self.files[key]
+                case Move() | Await():
+                    pass
+        for node in unread:
+            self.spans.pop(node, None)
+        return unread
+
+    def _compute(self, plan: Plan) -> torch.Tensor | None:
+        if not plan.sequences:
+            return None
+        logits = torch.zeros(len(plan.sequences), VOCABULARY)
+        pasts = [len(self.caches[sequence]) for sequence in plan.sequences]
+        for row, (sequence, tokens) in enumerate(zip(plan.sequences, plan.tokens, strict=True)):
+            self.caches[sequence] += tokens
+            logits[row, next_token(self.caches[sequence])] = 1.0
+        counts = [len(tokens) for tokens in plan.tokens]
+        decodes = [count == 1 for count in counts]
+        self.now += self.machine.seconds(pasts, counts, decodes)
+        return logits
+
+    def check_answers(self) -> None:
+        """Those that were not cancelled are as they are alone."""
+        for name, stream in self.streams.items():
+            assert stream.finished is not None, name
+            expected = answer_alone(stream.prompt, stream.new)
+            if stream.finished.why == "length":
+                assert stream.tokens == expected, name
+            else:
+                assert stream.tokens == expected[: len(stream.tokens)], name

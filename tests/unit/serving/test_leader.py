@@ -1,0 +1,211 @@
+"""Random requests to a leader whose ranks are simulated: answers, what is computed, bounds, order, failures."""
+
+import random
+
+import pytest
+
+from megakv.serving.prefix_node import walk
+from megakv.serving.settings import ServingSettings
+from tests.unit.serving.simulated import VOCABULARY, Simulation
+
+
+def tokens(count: int) -> tuple[int, ...]:
+    return tuple(random.choices(range(VOCABULARY), k=count))
+
+
+def random_prompt(known: list[tuple[int, ...]], most: int = 120) -> tuple[int, ...]:
+    """Often the beginning of an earlier one."""
+    prompt = tokens(random.randint(1, 40))
+    if known and random.random() < 0.7:
+        before = random.choice(known)
+        prompt = before[: random.randint(0, len(before))] + prompt
+    return prompt[:most]
+
+
+def unbounded(prompts: list[tuple[int, ...]]) -> int:
+    """Prompt tokens that a cache without bounds does not have when they come one after the other."""
+    seen: set[tuple[int, ...]] = set()
+    computed = 0
+    for prompt in prompts:
+        found = next(n for n in range(len(prompt) - 1, -1, -1) if n == 0 or prompt[:n] in seen)
+        computed += len(prompt) - found
+        seen |= {prompt[:n] for n in range(1, len(prompt) + 1)}
+    return computed
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "host", "disk"), [(None, 0, 0), (300, 0, 0), (300, 200, 0), (300, 100, 500), (200, 0, 10_000)]
+)
+def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, disk: int) -> None:
+    settings = ServingSettings(kv_tokens=kv_tokens, host_kv_tokens=host, max_sequences=5)
+    simulation = Simulation(settings, disk=disk)
+    known: list[tuple[int, ...]] = []
+    names: list[str] = []
+    for number in range(150):
+        for _ in range(random.randint(0, 3)):
+            name = f"r{number}-{len(names)}"
+            prompt = random_prompt(known)
+            stream = simulation.submit(
+                name, prompt, random.randint(1, 12), priority=random.randint(0, 2), user=random.choice("abc")
+            )
+            names.append(name)
+            known = [*known[-20:], prompt + tuple(stream.tokens)]
+        for _ in range(random.randint(0, 6)):
+            simulation.step()
+        if names and random.random() < 0.2:
+            simulation.leader.cancel(random.choice(names))
+        if simulation.files and random.random() < 0.1:
+            simulation.breaks.append(random.choice(list(simulation.files)))
+        if random.random() < 0.03:
+            simulation.step(fails=True)
+        if kv_tokens is not None:
+            assert simulation.tree.held["device"] <= kv_tokens
+    simulation.run()
+    simulation.check_answers()
+    why = [stream.finished.why for stream in simulation.streams.values() if stream.finished is not None]
+    assert why.count("length") > 100
+    assert not simulation.caches
+    assert simulation.tree.used_tokens == 0
+    assert simulation.leader.counts.requests == len(names)
+
+
+def test_what_is_computed_is_what_an_unbounded_cache_would() -> None:
+    """However many requests come at a time."""
+    simulation = Simulation(ServingSettings(max_sequences=16))
+    known: list[tuple[int, ...]] = []
+    prompts = []
+    for number in range(300):
+        prompt = random_prompt(known, 400)
+        prompts.append(prompt)
+        known = [*known[-20:], prompt]
+        simulation.submit(str(number), prompt, random.randint(1, 4))
+        for _ in range(random.choice([0, 0, 0, 1, 5])):
+            simulation.step()
+    simulation.run()
+    simulation.check_answers()
+    counts = simulation.leader.counts
+    assert counts.prompt_tokens == sum(map(len, prompts)) == counts.hit_tokens + counts.computed_tokens
+    # Beginnings that are shared by fewer tokens than are waited for may be computed twice.
+    assert counts.computed_tokens <= 1.02 * unbounded(prompts) + 100
+
+
+def test_a_prompt_that_is_being_read_is_not_read_twice() -> None:
+    simulation = Simulation(ServingSettings(max_sequences=16))
+    prompt = tokens(1000)
+    for number in range(8):
+        simulation.submit(str(number), prompt, 2)
+        simulation.step()
+    simulation.run()
+    assert simulation.leader.counts.computed_tokens == 1000 + 7
+    assert all(stream.progress[-1].cached == 999 for name, stream in simulation.streams.items() if name != "0")
+
+
+def test_who_leaves_and_returns_goes_on_where_it_was() -> None:
+    simulation = Simulation(ServingSettings())
+    prompt = tokens(3000)
+    stream = simulation.submit("first", prompt, 1)
+    while not stream.progress or stream.progress[-1].read < 2700:
+        simulation.step()
+    simulation.leader.cancel("first")
+    computed = simulation.leader.counts.computed_tokens
+    again = simulation.submit("again", prompt, 1)
+    simulation.run()
+    assert again.progress[0].cached == computed
+    assert simulation.leader.counts.computed_tokens == 3000
+    simulation.check_answers()
+
+
+def test_higher_priority_is_served_first_and_users_take_turns() -> None:
+    simulation = Simulation(ServingSettings(max_sequences=1))
+    simulation.submit("now", tokens(5), 30, priority=3)
+    simulation.step()
+    order: list[str] = []
+    for name, user, priority in [
+        ("a1", "a", 0), ("a2", "a", 0), ("a3", "a", 0), ("b1", "b", 0), ("c1", "c", 1), ("b2", "b", 0),
+    ]:  # fmt: skip
+        simulation.submit(name, tokens(5), 2, user=user, priority=priority)
+    while simulation.step():
+        order += [each.request.id for each in simulation.leader.running if each.request.id not in order]
+    assert order[0] == "now" or "now" not in order
+    assert [name for name in order if name != "now"][0] == "c1"
+    assert simulation.leader.counts.preempted == 0
+    simulation.check_answers()
+
+
+def test_the_user_with_least_running_is_next() -> None:
+    simulation = Simulation(ServingSettings(max_sequences=4))
+    for number in range(10):
+        simulation.submit(f"a{number}", tokens(5), 50, user="a")
+    for number in range(3):
+        simulation.submit(f"b{number}", tokens(5), 50, user="b")
+    simulation.step()
+    assert sorted(each.user for each in simulation.leader.running) == ["a", "a", "b", "b"]
+
+
+def test_a_request_of_higher_priority_takes_the_place_of_others_which_lose_nothing() -> None:
+    simulation = Simulation(ServingSettings(kv_tokens=500, host_kv_tokens=500))
+    low = simulation.submit("low", tokens(300), 50)
+    for _ in range(20):
+        simulation.step()
+    assert low.tokens
+    high = simulation.submit("high", tokens(400), 5, priority=1)
+    simulation.step()
+    assert [each.request.id for each in simulation.leader.running] == ["high"]
+    simulation.run()
+    counts = simulation.leader.counts
+    assert counts.preempted == 1
+    # All but the token that comes next was kept.
+    assert counts.computed_tokens == 700 + 1
+    assert high.times[-1] < low.times[-1]
+    simulation.check_answers()
+
+
+def test_what_will_never_fit_is_refused() -> None:
+    simulation = Simulation(ServingSettings(kv_tokens=100))
+    stream = simulation.submit("large", tokens(90), 11)
+    assert stream.finished is not None and stream.finished.why == "error"
+    assert "kv_tokens = 100" in stream.finished.message
+    fits = simulation.submit("fits", tokens(90), 10)
+    simulation.run()
+    assert fits.finished is not None and fits.finished.why == "length"
+
+
+def test_an_answer_ends_at_its_stop_token() -> None:
+    simulation = Simulation(ServingSettings())
+    prompt = tokens(10)
+    free = simulation.submit("free", prompt, 20)
+    simulation.run()
+    stop = free.tokens[7]
+    stopped = simulation.submit("stopped", prompt, 20, stop_ids=frozenset([stop]))
+    simulation.run()
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert stopped.finished is not None and stopped.finished.why == "stop"
+
+
+def test_a_pass_that_failed_is_tried_again_once() -> None:
+    simulation = Simulation(ServingSettings(), disk=10_000)
+    stream = simulation.submit("it", tokens(100), 5)
+    for _ in range(4):
+        simulation.step()
+    simulation.step(fails=True)
+    simulation.run()
+    assert stream.finished is not None and stream.finished.why == "length"
+    simulation.check_answers()
+    other = simulation.submit("other", tokens(100), 5)
+    simulation.step()
+    for _ in range(2):
+        simulation.step(fails=True)
+    assert other.finished is not None and other.finished.why == "error" and other.finished.message == "it failed"
+    simulation.run()
+
+
+def test_nothing_grows_with_the_number_of_requests() -> None:
+    simulation = Simulation(ServingSettings(kv_tokens=300))
+    for number in range(1500):
+        simulation.submit(str(number), tokens(random.randint(1, 30)), 2)
+        simulation.streams.clear()
+        simulation.step()
+        simulation.step()
+    simulation.run()
+    assert len(simulation.spans) == sum(1 for _ in walk(simulation.tree.root)) - 1 <= 300
+    assert not simulation.caches and not simulation.leader._by_id

@@ -1,0 +1,121 @@
+"""Sampling against transformers' own generation loop and against probabilities by definition."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from megakv.serving.request import Sampling, Token
+from megakv.serving.sampler import Sampler, check_sampling, sample
+
+V = 50
+DRAWS = 4000
+
+
+def frequencies(sampling: Sampling, logits_V: torch.Tensor, tokens: list[int]) -> torch.Tensor:
+    sampler = Sampler(sampling)
+    counts = Counter(sampler.next(logits_V, tokens).id for _ in range(DRAWS))
+    return torch.tensor([counts[token] / DRAWS for token in range(V)])
+
+
+def drawn_sampling() -> Sampling:
+    return Sampling(
+        temperature=random.uniform(0.3, 2),
+        top_p=random.choice([1.0, random.uniform(0.3, 1)]),
+        top_k=random.choice([0, random.randint(1, V)]),
+        min_p=random.choice([0.0, random.uniform(0, 0.3)]),
+        repetition_penalty=random.choice([1.0, random.uniform(0.5, 2)]),
+        seed=random.randrange(1 << 30),
+    )
+
+
+@pytest.mark.parametrize("attempt", range(4))
+def test_tokens_come_as_often_as_transformers_says(attempt: int) -> None:
+    sampling, logits_V = drawn_sampling(), 3 * torch.randn(V)
+    tokens = random.choices(range(V), k=9)
+    processors = LogitsProcessorList()
+    if sampling.repetition_penalty != 1:
+        processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    processors.append(TemperatureLogitsWarper(sampling.temperature))
+    if sampling.top_k:
+        processors.append(TopKLogitsWarper(sampling.top_k))
+    processors.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p:
+        processors.append(MinPLogitsWarper(sampling.min_p))
+    expected = processors(torch.tensor([tokens]), logits_V[None].clone())[0].softmax(-1)
+    found = frequencies(sampling, logits_V, tokens)
+    assert (found - expected).abs().max() < 5 * (0.25 / DRAWS) ** 0.5
+    assert (found[expected == 0] == 0).all()
+
+
+def test_penalties_and_bias_are_openai_s() -> None:
+    logits_V = torch.randn(V)
+    sampling = Sampling(temperature=0, presence_penalty=0.7, frequency_penalty=0.4, logit_bias={3: 1.5, 9: -100.0})
+    sampler, told = Sampler(sampling), Counter[int]()
+    for _ in range(60):
+        mine = logits_V.clone()
+        for token, count in told.items():
+            mine[token] -= 0.7 + 0.4 * count
+        mine[3] += 1.5
+        mine[9] -= 100
+        token = sampler.next(logits_V, [1, 2]).id
+        assert token == int(mine.argmax())
+        told[token] += 1
+    assert 9 not in told
+
+
+def test_one_seed_gives_one_answer() -> None:
+    rows = torch.randn(20, V)
+    answers = []
+    for seed in (5, 5, 6):
+        sampler = Sampler(Sampling(seed=seed))
+        answers.append([sampler.next(row, []).id for row in rows])
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_log_probabilities_are_the_model_s() -> None:
+    logits_V = torch.randn(V)
+    token = Sampler(Sampling(temperature=0.5, top_k=2), 5).next(logits_V, [])
+    logprobs = logits_V.log_softmax(-1)
+    assert token.logprob == pytest.approx(float(logprobs[token.id]))
+    assert [value for _, value in token.top] == pytest.approx(logprobs.topk(5).values.tolist())
+    assert [id for id, _ in token.top] == logprobs.topk(5).indices.tolist()
+    assert Sampler(Sampling(temperature=0), 0).next(logits_V, []).top == ()
+
+
+def test_a_batch_is_sampled_as_each_alone() -> None:
+    logits_BV = torch.randn(6, V)
+    samplings = [Sampling(temperature=0), Sampling(seed=1), Sampling(temperature=0, logit_bias={1: 50.0})] * 2
+    told = sample(logits_BV, [Sampler(each) for each in samplings], [[1]] * 6)
+    assert told == [Sampler(each).next(row, [1]) for each, row in zip(samplings, logits_BV, strict=True)]
+    assert told[0] == Token(int(logits_BV[0].argmax()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -1}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": float("inf")}, "presence_penalty"),
+        ({"seed": 1 << 70}, "seed"),
+        ({"logit_bias": {V: 1.0}}, "logit_bias"),
+        ({"logit_bias": {0: float("nan")}}, "logit_bias"),
+    ],
+)
+def test_what_cannot_be_sampled_by_is_named(changes: dict[str, object], name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        check_sampling(Sampling(**changes), V)  # type: ignore[arg-type]

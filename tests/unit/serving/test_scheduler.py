@@ -1,0 +1,157 @@
+"""The scheduler by a fake clock: gaps, shares, fairness; and the times of passes against what they came from."""
+
+import random
+
+import numpy as np
+import pytest
+
+from megakv.serving.pass_times import PassSize, PassTimes
+from megakv.serving.scheduler import LEAST_CHUNK, Reader, Scheduler, allot, turns
+from megakv.serving.settings import ServingSettings
+from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation
+
+
+def tokens(count: int) -> tuple[int, ...]:
+    return tuple(random.choices(range(VOCABULARY), k=count))
+
+
+def reading_alone(machine: Machine, length: int, gap: float) -> float:
+    """Seconds that a prompt takes that nobody else is served beside."""
+    simulation = Simulation(ServingSettings(max_gap_s=gap), machine=machine)
+    warm_up(simulation)
+    stream = simulation.submit("alone", tokens(length), 1)
+    simulation.run()
+    return stream.times[0] - stream.submitted
+
+
+def warm_up(simulation: Simulation) -> None:
+    """Let it measure passes, as it does at any time but the first seconds."""
+    simulation.submit("warm", tokens(2000), 20)
+    simulation.run()
+
+
+def test_streams_do_not_stall_while_a_long_prompt_is_read() -> None:
+    machine = Machine()
+    gap = machine.seconds([0], [7000], [False]) / 60
+    alone = reading_alone(machine, 7000, gap)
+    simulation = Simulation(ServingSettings(max_gap_s=gap), machine=machine)
+    warm_up(simulation)
+    streams = [simulation.submit(f"s{number}", tokens(5), 500) for number in range(4)]
+    for _ in range(10):
+        simulation.step()
+    long = simulation.submit("long", tokens(7000), 1)
+    while not long.progress or long.progress[-1].read < 3000:
+        simulation.step()
+    short = simulation.submit("short", tokens(50), 1)
+    simulation.run()
+    assert long.finished is not None and streams[0].finished is not None
+    assert max(max(stream.gaps) for stream in streams) <= gap
+    # It comes when a pass is under way, at worst.
+    assert short.times[0] - short.submitted <= 2 * gap
+    assert long.times[0] - long.submitted <= 1.1 * alone
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_decoding_keeps_its_share(share: float) -> None:
+    machine = Machine()
+    gap = machine.seconds([0], [7000], [False]) / 60
+    simulation = Simulation(ServingSettings(max_gap_s=gap, decode_share=share), machine=machine)
+    warm_up(simulation)
+    streams = [simulation.submit(f"s{number}", tokens(5), 4000) for number in range(4)]
+    for _ in range(60):
+        simulation.step()
+    rate = 30 / (streams[0].times[-1] - streams[0].times[-31])
+    long = simulation.submit("long", tokens(7000), 1)
+    began, before = simulation.now, len(streams[0].tokens)
+    while not long.times:
+        simulation.step()
+    took = simulation.now - began
+    # Seven tokens of a hundred for what the share is made of: whole passes.
+    assert (len(streams[0].tokens) - before) / took >= 0.93 * share * rate
+    assert took <= 1.05 * reading_alone(machine, 7000, gap) / (1 - share)
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    simulation = Simulation(ServingSettings(max_gap_s=0.3))
+    long = simulation.submit("long", tokens(2000), 1)
+    for number in range(2000):
+        simulation.submit(f"short{number}", tokens(150), 1)
+        simulation.step()
+        if long.finished is not None:
+            break
+    assert long.finished is not None
+
+
+def test_turns() -> None:
+    readers = [
+        Reader(0, "a", 0, 0, 900),
+        Reader(0, "a", 1, 0, 50),
+        Reader(0, "b", 2, 0, 700),
+        Reader(1, "a", 3, 0, 5000),
+        Reader(0, "a", 4, 0, 40),
+    ]
+    # Priority, then the shortest of each user, then the next ones.
+    assert turns(readers) == [3, 4, 2, 1, 0]
+
+
+def test_allotted_tokens_add_up_and_the_oldest_has_its_part() -> None:
+    for _ in range(200):
+        readers = [
+            Reader(random.randint(0, 1), random.choice("ab"), arrival, 0, random.randint(1, 100))
+            for arrival in range(random.randint(1, 6))
+        ]
+        total = random.randint(1, sum(reader.left for reader in readers))
+        chunks = allot(readers, turns(readers), total)
+        assert sum(chunks) == total
+        assert all(0 <= chunk <= reader.left for chunk, reader in zip(chunks, readers, strict=True))
+        top = max(reader.priority for reader in readers)
+        oldest = next(at for at, reader in enumerate(readers) if reader.priority == top)
+        assert chunks[oldest] >= min(readers[oldest].left, total // 4)
+
+
+def test_chunks_of_a_slow_machine_are_small_and_never_none() -> None:
+    times = PassTimes()
+    scheduler = Scheduler(ServingSettings(max_gap_s=0.01), times)
+    for _ in range(5):
+        scheduler.measured(PassSize(100, 5000), 5.0, reading=True)
+    assert scheduler.chunks([Reader(0, "", 0, 0, 1000)], PassSize()) == [LEAST_CHUNK]
+
+
+def test_times_that_are_a_sum_are_found() -> None:
+    random.seed(random.random())
+    machine = Machine(*np.random.default_rng().uniform(0.5, 2, 5) * [0.02, 0.002, 2e-7, 0.002, 1e-7])
+    times = PassTimes()
+
+    def drawn() -> tuple[PassSize, float]:
+        streams = [random.randint(1, 5000) for _ in range(random.randint(0, 20))]
+        size = PassSize(sequences=len(streams), context=sum(streams))
+        past, new = random.randint(0, 5000), random.choice([0, random.randint(2, 500)])
+        if new:
+            size = size.with_prompt(past, new)
+        pasts, counts = [*streams, past][: len(streams) + (new > 0)], [*[1] * len(streams), new]
+        decodes = [*[True] * len(streams), False][: len(pasts)]
+        return size, machine.seconds(pasts, counts[: len(pasts)], decodes)
+
+    for _ in range(200):
+        size, seconds = drawn()
+        times.add(size, seconds * random.uniform(0.99, 1.01))
+    for _ in range(50):
+        size, seconds = drawn()
+        assert times.seconds(size) == pytest.approx(seconds, rel=0.05)
+    assert times.margin < 1.1
+
+
+def test_nothing_is_known_at_first() -> None:
+    times = PassTimes()
+    assert times.seconds(PassSize(10, 50.0)) == 0
+    assert times.margin == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"max_gap_s": 0}, {"decode_share": 1}, {"chunk_tokens": 0}, {"kv_tokens": 0}, {"store_gb": float("nan")}],
+)
+def test_settings_that_cannot_be_are_named(changes: dict[str, float]) -> None:
+    name, value = next(iter(changes.items()))
+    with pytest.raises(ValueError, match=f"{name} = {value}"):
+        ServingSettings(**changes)  # type: ignore[arg-type]
