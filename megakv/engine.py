@@ -298,6 +298,10 @@ class MegaKVEngine(InferenceEngine):
         if self._hooks is None:
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
 
+    def check_length(self, prompt: int, new: int) -> None:
+        """Refuse a prompt of so many tokens, and new ones behind it, that there is no room for: a ValueError."""
+        self._limits.check(prompt, {"max_new_tokens": new})
+
     @property
     def partitions(self) -> PartitionSource:
         """How prompts are cut for ``"prefill": "runahead"``."""

@@ -27,12 +27,13 @@ from megakv.errors import MegaKVError
 from megakv.json_files import read_json
 from megakv.serving.plan import StoredPart
 from megakv.serving.prefix_node import FoundPrefix, Tokens
+from megakv.tensor_files import sync_folder
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 KEY = re.compile(r"[0-9a-f]{24}")
-NAME = re.compile(r"([0-9a-f]{24})(\.\d+-\d+\.safetensors|\.json)(\.partial)?")
+NAME = re.compile(r"([0-9a-f]{24})(\.\d+-\d+\.safetensors|\.json)(\.new)?")
 MOST_RANKS = 1 << 16
 MOST_RECORD_BYTES = 1 << 26
 MOST_WAITING = 1 << 30
@@ -120,13 +121,13 @@ class PrefixFolder:
 
     def _write_record(self, key: str, record: PrefixRecord) -> None:
         path = self._folder / f"{key}.json"
-        partial = path.with_name(f"{path.name}.partial")
-        with partial.open("w") as file:
+        new = path.with_name(f"{path.name}.new")
+        with new.open("w") as file:
             file.write(json.dumps(asdict(record)))
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(path)
-        _sync(self._folder)
+        new.replace(path)
+        sync_folder(self._folder)
 
     def _remove(self, key: str) -> None:
         mesh = self._mesh
@@ -155,9 +156,10 @@ class PrefixFolder:
             span = CacheSpan.load(paths, self._mesh.cp_rank, self._mesh.cp_size, device)
             if len(span) < part.last:
                 raise MegaKVError(f"{paths[0]} has {len(span)} tokens, {part.last} were expected")
+            begin = span.first
             if part.last < len(span):
-                span = span.split(part.last)[0]
-            return span.split(part.first)[1] if part.first else span
+                span = span.split(begin + part.last)[0]
+            return span.split(begin + part.first)[1] if part.first else span
 
         return self._readers.submit(load)
 
@@ -179,7 +181,7 @@ class PrefixFolder:
             order.append(prefix)
             coming.extend(each for each in children.get(prefix.key, ()) if each.at <= len(prefix.tokens))
         for name in names:
-            if name[:24] not in known or name.endswith(".partial"):
+            if name[:24] not in known or name.endswith(".new"):
                 with suppress(OSError):
                     (self._folder / name).unlink()
         return order
@@ -205,11 +207,3 @@ class PrefixFolder:
         """Write what is to be written, and end."""
         self._readers.shutdown(cancel_futures=True)
         self._writer.shutdown()
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

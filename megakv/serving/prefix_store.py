@@ -57,7 +57,7 @@ class PrefixStore:
 
     def _split(self, node: int, head: int, at: int) -> None:
         if (coming := self._coming.get(node)) is None:
-            self._spans[head], self._spans[node] = self._spans[node].split(at)
+            self._spans[head], self._spans[node] = _cut(self._spans[node], at)
             return
         front, back = self._coming[head], self._coming[node] = Future(), Future()
 
@@ -66,7 +66,7 @@ class PrefixStore:
                 front.set_exception(error)
                 back.set_exception(error)
                 return
-            for half, future in zip(done.result().split(at), (front, back), strict=True):
+            for half, future in zip(_cut(done.result(), at), (front, back), strict=True):
                 future.set_result(half)
 
         coming.add_done_callback(cut)
@@ -97,3 +97,8 @@ class PrefixStore:
         """Hold nothing in memory."""
         self._spans.clear()
         self._coming.clear()
+
+
+def _cut(span: CacheSpan, tokens: int) -> tuple[CacheSpan, CacheSpan]:
+    """Its first tokens, and the others."""
+    return span.split(span.first + tokens)

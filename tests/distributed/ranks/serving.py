@@ -1,0 +1,203 @@
+"""Started on every rank: a served engine, and on rank 0 those who ask it.
+
+Usage: serving.py OUT.json MODEL CPxTP STAGE STORE, with STAGE ``random`` (many requests, against the engine alone),
+``store`` (a long prompt, after which the ranks kill themselves), ``restored`` (the same after a restart), or ``killed``
+(the last rank kills itself while all is under way).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+
+import torch
+import torch.distributed as dist
+
+import megakv
+from megakv.errors import MegaKVError
+from megakv.launcher.process import orderly_end, quiet_libraries
+from megakv.serving.loop import ServingLoop
+from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
+from megakv.serving.settings import ServingSettings
+
+VOCABULARY = 128
+GREEDY = Sampling(temperature=0)
+REQUESTS = 40
+LONG = 300
+WAIT_SECONDS = 120.0
+
+
+class Client:
+    """One who asks: what came, and when."""
+
+    def __init__(self, loop: ServingLoop, name: str, prompt: list[int], new: int, **options: Any):
+        self.loop, self.name, self.prompt, self.new = loop, name, prompt, new
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self.progress: list[Progress] = []
+        self.why = self.message = ""
+        self.ended_at = 0.0
+        self.over = threading.Event()
+        self.begun = time.monotonic()
+        loop.submit(Request(name, tuple(prompt), new, self.sink, **{"sampling": GREEDY, **options}))
+
+    def sink(self, event: Event) -> None:
+        match event:
+            case Token(id):
+                self.tokens.append(id)
+                self.times.append(time.monotonic())
+            case Progress():
+                self.progress.append(event)
+            case Finished(why, message):
+                self.why, self.message, self.ended_at = why, message, time.monotonic()
+                self.over.set()
+
+    def wait(self) -> Client:
+        assert self.over.wait(WAIT_SECONDS), f"{self.name} got no end"
+        return self
+
+    def described(self) -> dict[str, Any]:
+        """For the test."""
+        return {
+            "prompt": self.prompt,
+            "new": self.new,
+            "tokens": self.tokens,
+            "why": self.why,
+            "message": self.message,
+            "cached": self.progress[-1].cached if self.progress else None,
+            "ttft_s": self.times[0] - self.begun if self.times else None,
+            "ended_at": self.ended_at,
+        }
+
+
+def tokens(count: int) -> list[int]:
+    return random.choices(range(3, VOCABULARY), k=count)
+
+
+def many(loop: ServingLoop) -> dict[str, Any]:
+    """Requests of all lengths, some of which share beginnings, go on behind answers, or are cancelled."""
+    clients: list[Client] = []
+    for number in range(REQUESTS):
+        before: list[int] = []
+        if clients and random.random() < 0.6:
+            other = random.choice(clients)
+            known = other.prompt + list(other.tokens)
+            before = known[: random.randint(0, len(known))]
+        prompt = (before + tokens(random.choice([1, 2, 10, 40, 150])))[-350:]
+        clients.append(Client(loop, str(number), prompt, random.randint(1, 12), priority=random.randint(0, 1)))
+        if random.random() < 0.2:
+            time.sleep(random.random() / 20)
+            loop.cancel(random.choice(clients).name)
+        if random.random() < 0.3:
+            random.choice(clients).wait()
+    for client in clients:
+        client.wait()
+    stats = loop.stats()
+    # What was asked before is there but for its last token.
+    again = max((client for client in clients if client.why == "length"), key=lambda client: len(client.prompt))
+    clients.append(Client(loop, "again", again.prompt, again.new).wait())
+    return {
+        "clients": [client.described() for client in clients],
+        "stats": {"prompt": stats.prompt_tokens, "hit": stats.hit_tokens, "computed": stats.computed_tokens},
+        "left": [stats.waiting, stats.running],
+        "documents": len(loop.documents()),
+    }
+
+
+def long(loop: ServingLoop) -> dict[str, Any]:
+    """One long prompt, the same in every launch, then another one that begins like it."""
+    prompt = [3 + (7 * index * index + index // 5) % (VOCABULARY - 3) for index in range(LONG)]
+    clients = [Client(loop, "long", prompt, 4).wait(), Client(loop, "other", [*prompt[:100], 5, 6, 7], 4).wait()]
+    return {"clients": [client.described() for client in clients], "held": loop.stats().kv_tokens}
+
+
+def killed(loop: ServingLoop, out: Path) -> dict[str, Any]:
+    """Clients that are waited for after a rank has gone; one asks when that is known."""
+    clients = [Client(loop, str(number), tokens(20), 400) for number in range(3)]
+    while not clients[0].tokens:
+        time.sleep(0.01)
+    out.with_suffix(".now").touch()
+    for client in clients:
+        client.wait()
+    try:
+        Client(loop, "late", [5], 1)
+    except MegaKVError as error:
+        late = str(error)
+    return {"clients": [client.described() for client in clients], "late": late}
+
+
+def kill_oneself(out: Path) -> None:
+    """When rank 0's clients have begun."""
+    while not out.with_suffix(".now").exists():
+        time.sleep(0.01)
+    out.with_suffix(".gone").write_text(str(time.monotonic()))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def references(engine: megakv.MegaKVEngine, clients: list[dict[str, Any]]) -> None:
+    """What the engine says alone to each."""
+    asked: list[Any] = [[(client["prompt"], client["new"]) for client in clients]]
+    dist.broadcast_object_list(asked)
+    for number, (prompt, new) in enumerate(asked[0]):
+        ids = torch.tensor([prompt])
+        output = engine.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        if clients:
+            clients[number]["alone"] = output[0, len(prompt) :].tolist()
+
+
+def main() -> None:
+    out, stage = Path(sys.argv[1]), sys.argv[4]
+    cp, tp = (int(part) for part in sys.argv[3].split("x"))
+    config = {
+        "dtype": "fp32",
+        "tensor_parallel": {"tp_size": tp},
+        "megakv": {"context_parallel": {"size": cp}, "timeout_s": 60},
+    }
+    store = None if sys.argv[5] == "-" else Path(sys.argv[5])
+    quiet_libraries()
+    with orderly_end(), megakv.init_inference(sys.argv[2], config) as engine:
+        rank = dist.get_rank()
+        # Small chunks, so that prompts take several, and few tokens of memory, so that prefixes go.
+        limits = {"kv_tokens": 1500, "host_kv_tokens": 500} if stage == "random" else {}
+        loop = ServingLoop(engine, ServingSettings(max_gap_s=0.05, chunk_tokens=64, store=store, **limits))
+        results: dict[str, Any] = {}
+
+        def ask() -> None:
+            try:
+                random.seed(int(os.environ.get("MEGAKV_TEST_SEED", "0")))
+                results.update(
+                    killed(loop, out) if stage == "killed" else many(loop) if stage == "random" else long(loop)
+                )
+            finally:
+                loop.drain()
+
+        thread = threading.Thread(target=ask, daemon=True)
+        if rank == 0:
+            thread.start()
+        elif stage == "killed" and rank == dist.get_world_size() - 1:
+            threading.Thread(target=kill_oneself, args=(out,), daemon=True).start()
+        try:
+            loop.run()
+        except MegaKVError as error:
+            assert stage == "killed"
+            thread.join(10) if rank == 0 else None
+            out.with_suffix(f".{rank}.json").write_text(json.dumps({**results, "error": str(error)}))
+            raise
+        if rank == 0:
+            thread.join()
+        references(engine, results.get("clients", []))
+        if rank == 0:
+            out.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
