@@ -97,6 +97,8 @@ class PeerWatch:
         self._since: tuple[_Wait | None, float] | None = None
         self.severed = False
         """Whether the connections of the groups' present life were ended."""
+        self.last_words: Callable[[str], object] | None = None
+        """Told why, by another thread, before a process ends whose work hangs; it returns soon."""
         self._stop = threading.Event()
         # Holds the watch weakly: it ends when nobody else does any more.
         watch = partial(_watch_all, weakref.ref(self), self._stop)
@@ -235,7 +237,11 @@ class PeerWatch:
     def _leave(self, wait: _Wait, reason: str) -> None:
         if wait is self._wait:
             self._say(reason)
-            os._exit(1)
+            try:
+                if self.last_words is not None:
+                    self.last_words(reason)
+            finally:
+                os._exit(1)
 
     def _on_terminate(self, signum: int, frame: FrameType | None) -> None:
         if (own := self.failures.own) is not None:

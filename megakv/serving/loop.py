@@ -41,6 +41,8 @@ REPORT_SECONDS = 5.0
 MOST_FAILURES = 3
 """So many plans that fail one after the other end the loop."""
 MOST_DOCUMENTS = 100
+FAREWELL_SECONDS = 1.0
+"""How long what clients are told has to reach them, where the process must end at once."""
 
 
 class ServingLoop:
@@ -159,6 +161,7 @@ class ServingLoop:
     @without_autograd
     def run(self) -> None:
         """Serve until drained. A MegaKVError if a rank is lost, after every request was told so."""
+        self._comm.watch.last_words = self._last_words
         try:
             self._begin()
             while not self._step():
@@ -169,6 +172,7 @@ class ServingLoop:
             self._abandon(error)
             raise
         finally:
+            self._comm.watch.last_words = None
             self._inbox.enter("ended")
 
     def _begin(self) -> None:
@@ -274,6 +278,11 @@ class ServingLoop:
                 return plan
             self._inbox.wait(min(LOOK_SECONDS, self._mesh.timeout_s / 8))
             self._comm.watch.check("waiting for requests")
+
+    def _last_words(self, reason: str) -> None:
+        """The process ends while a pass hangs: clients hear of it first."""
+        self._abandon(MegaKVError(reason))
+        time.sleep(FAREWELL_SECONDS)
 
     def _abandon(self, error: BaseException) -> None:
         """Tell every request that it ends."""

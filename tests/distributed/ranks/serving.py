@@ -170,6 +170,8 @@ def main() -> None:
         limits = {"kv_tokens": 1500, "host_kv_tokens": 500} if stage == "random" else {}
         loop = ServingLoop(engine, ServingSettings(max_gap_s=0.05, chunk_tokens=64, store=store, **limits))
         results: dict[str, Any] = {}
+        # As a server does: launchers end the other ranks when one has gone.
+        signal.signal(signal.SIGTERM, lambda *_: loop.drain())
 
         def ask() -> None:
             try:
@@ -180,7 +182,13 @@ def main() -> None:
             finally:
                 loop.drain()
 
-        thread = threading.Thread(target=ask, daemon=True)
+        def told() -> None:
+            """What clients were told, though this process may be about to end."""
+            ask()
+            if stage == "killed":
+                out.write_text(json.dumps(results))
+
+        thread = threading.Thread(target=told, daemon=True)
         if rank == 0:
             thread.start()
         elif stage == "killed" and rank == dist.get_world_size() - 1:
@@ -190,7 +198,7 @@ def main() -> None:
         except MegaKVError as error:
             assert stage == "killed"
             thread.join(10) if rank == 0 else None
-            out.with_suffix(f".{rank}.json").write_text(json.dumps({**results, "error": str(error)}))
+            out.with_suffix(f".{rank}.error").write_text(str(error))
             raise
         if rank == 0:
             thread.join()
