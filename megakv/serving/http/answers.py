@@ -1,0 +1,190 @@
+"""The answers to a call, as text, from the events of the serving loop."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from megakv.serving.http.call import Call
+from megakv.serving.http.channel import Channel
+from megakv.serving.http.errors import ApiError, unavailable
+from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.text import Detokenizer, StopStrings
+from megakv.serving.loop import RefusedError, ServingLoop
+from megakv.serving.request import Event, Finished, Progress, Request, Token
+
+BEAT_S = 10.0
+"""After so long without news a stream shows that it lives."""
+
+
+@dataclass
+class Piece:
+    """What an answer has more; the last one says why it ended."""
+
+    index: int
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
+    finish: str | None = None
+
+
+@dataclass
+class Usage:
+    """What was read and written."""
+
+    prompt_tokens: int
+    cached_tokens: int = 0
+    new_tokens: int = 0
+
+
+@dataclass
+class _Answer:
+    """One of them, as far as it has come."""
+
+    request: Request
+    detokenizer: Detokenizer
+    stops: StopStrings
+    submitted: bool = False
+    admitted: bool = False
+    done: bool = False
+    first_s: float | None = None
+    last_s: float = 0.0
+    tokens: int = 0
+
+
+Timed = Callable[[float, float | None], None]
+"""Is told an answer's TTFT, and its mean time per further token, when it ends."""
+
+
+class Answers:
+    """All answers to one call; in an ``async with``, whose end cancels those that have not ended.
+
+    The first answer to each prompt is asked for at once, the others when the prompt was read: they find it kept.
+    """
+
+    def __init__(self, loop: ServingLoop, served: ServedModel, call: Call, timed: Timed):
+        self._loop, self._call, self._timed = loop, call, timed
+        self._channel = Channel()
+        self._began = time.monotonic()
+        self.usage = Usage(sum(map(len, call.prompts)))
+        name = uuid.uuid4().hex
+        self._answers = [
+            _Answer(
+                Request(
+                    id=f"{name}-{index}",
+                    prompt=prompt,
+                    max_new_tokens=call.max_new_tokens,
+                    sink=partial(self._channel.put, index),
+                    sampling=call.sampling_of(index % call.n),
+                    stop_ids=call.stop_ids,
+                    logprobs=call.logprobs,
+                    priority=call.priority,
+                    user=call.user,
+                ),
+                Detokenizer(served.tokenizer, special=call.special),
+                StopStrings(call.stops),
+            )
+            for index, prompt in enumerate(prompt for prompt in call.prompts for _ in range(call.n))
+        ]
+
+    @property
+    def count(self) -> int:
+        """How many answers there will be."""
+        return len(self._answers)
+
+    async def __aenter__(self) -> Answers:
+        try:
+            for answer in self._answers[:: self._call.n]:
+                self._submit(answer)
+        except BaseException:
+            self._cancel()
+            raise
+        return self
+
+    async def __aexit__(self, *ending: object) -> None:
+        self._cancel()
+
+    async def pieces(self) -> AsyncIterator[Piece | Progress | None]:
+        """As they come, a client that reads slowly gets more at a time; None every `BEAT_S` without any."""
+        while not all(answer.done for answer in self._answers):
+            progress: Progress | None = None
+            found: dict[int, Piece] = {}
+            events = await self._channel.take(BEAT_S)
+            if not events:
+                yield None
+            for index, event in events:
+                if isinstance(event, Progress):
+                    if index % self._call.n == 0:
+                        progress = self._read(index, event)
+                elif not self._answers[index].done:
+                    self._add(found.setdefault(index, Piece(index)), event)
+            if progress is not None:
+                yield progress
+            for piece in found.values():
+                if piece.text or piece.tokens or piece.finish:
+                    yield piece
+
+    def _read(self, index: int, event: Progress) -> Progress:
+        answer = self._answers[index]
+        if not answer.admitted:
+            answer.admitted = True
+            self.usage.cached_tokens += event.cached
+        return event
+
+    def _add(self, piece: Piece, event: Event) -> None:
+        answer = self._answers[piece.index]
+        if isinstance(event, Token):
+            answer.last_s = time.monotonic()
+            answer.first_s = answer.first_s or answer.last_s
+            answer.tokens += 1
+            self.usage.new_tokens += 1
+            piece.tokens.append(event)
+            if event.id not in self._call.stop_ids:
+                piece.text += answer.stops.add(answer.detokenizer.add(event.id))
+            if answer.stops.found is not None:
+                self._loop.cancel(answer.request.id)
+                self._end(piece, "stop")
+            self._submit_others(piece.index)
+        elif isinstance(event, Finished):
+            if event.why == "error":
+                raise ApiError(500, event.message or "the answer failed", code="failed")
+            if event.why == "cancelled":
+                raise unavailable(event.message or "the answer was cancelled")
+            piece.text += answer.stops.add(answer.detokenizer.end())
+            if answer.stops.found is None:
+                piece.text += answer.stops.end()
+            self._end(piece, "stop" if answer.stops.found is not None else event.why)
+            self._submit_others(piece.index)
+
+    def _end(self, piece: Piece, why: str) -> None:
+        answer = self._answers[piece.index]
+        answer.done, piece.finish = True, why
+        if answer.first_s is not None:
+            per_token = (answer.last_s - answer.first_s) / (answer.tokens - 1) if answer.tokens > 1 else None
+            self._timed(answer.first_s - self._began, per_token)
+
+    def _submit_others(self, index: int) -> None:
+        first = index - index % self._call.n
+        for answer in self._answers[first : first + self._call.n]:
+            if not answer.submitted:
+                self._submit(answer)
+
+    def _submit(self, answer: _Answer) -> None:
+        try:
+            self._loop.submit(answer.request)
+        except RefusedError as error:
+            if self._loop.stats().state != "serving":
+                raise unavailable("the server is ending") from error
+            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
+        except ValueError as error:
+            raise ApiError(400, str(error), code="context_length_exceeded") from error
+        answer.submitted = True
+
+    def _cancel(self) -> None:
+        self._channel.close()
+        for answer in self._answers:
+            if answer.submitted and not answer.done:
+                answer.done = True
+                self._loop.cancel(answer.request.id)

@@ -1,0 +1,277 @@
+"""The application: every endpoint, and errors as clients know them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from pydantic_core import to_json
+
+from megakv.serving.http.answers import Answers
+from megakv.serving.http.call import Call, make_call, read_generation_config
+from megakv.serving.http.chat import ChatAnswer
+from megakv.serving.http.completions import CompletionAnswer, prompts_of
+from megakv.serving.http.conversations import Conversations, Turn
+from megakv.serving.http.errors import ApiError, unavailable, wrong_fields
+from megakv.serving.http.handlers import HANDLERS
+from megakv.serving.http.metrics import Metrics
+from megakv.serving.http.page import Page
+from megakv.serving.http.parts import AnswerParts
+from megakv.serving.http.responses import ResponseAnswer, messages_of
+from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, ResponseBody, SamplingBody
+from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.settings import HttpSettings
+from megakv.serving.http.status import status
+from megakv.serving.http.stream import EventStream, while_listened_to
+from megakv.serving.loop import ServingLoop
+
+USUAL_COMPLETION_TOKENS = 16
+"""Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
+B = TypeVar("B", bound=Body)
+
+
+class Service:
+    """The endpoints over one loop."""
+
+    def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, metrics: Metrics):
+        self._loop, self._served, self._settings, self._metrics = loop, served, settings, metrics
+        self._conversations = Conversations()
+        self._page = Page()
+        self.draining = False
+
+    def app(self) -> FastAPI:
+        """The application."""
+        # No pages about the interface, which would load scripts from elsewhere.
+        app = FastAPI(title="MegaKV", docs_url=None, redoc_url=None, openapi_url=None)
+        routes: dict[str, tuple[str, Callable[..., Coroutine[Any, Any, Response]]]] = {
+            "/v1/chat/completions": ("POST", self.chat),
+            "/v1/completions": ("POST", self.completions),
+            "/v1/responses": ("POST", self.responses),
+            "/v1/responses/{name}": ("GET", self.kept_response),
+            "/v1/models": ("GET", self.models),
+            "/v1/models/{name:path}": ("GET", self.model),
+            "/health": ("GET", self.health),
+            "/metrics": ("GET", self.prometheus),
+            "/status": ("GET", self.status),
+            "/load_model": ("POST", self.load_model),
+            "/": ("GET", self.page),
+        }
+        for path, (method, endpoint) in routes.items():
+            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+        app.add_api_route("/v1/responses/{name}", self.forget_response, methods=["DELETE"], response_model=None)
+        for kind, handler in HANDLERS.items():
+            app.add_exception_handler(kind, handler)
+        return app
+
+    # Endpoints
+
+    async def chat(self, request: Request) -> Response:
+        """``/v1/chat/completions``."""
+        body = await self._body(request, ChatBody)
+        messages = [message.template_values() for message in body.messages]
+        tools = (
+            None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
+        )
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options["reasoning_effort"] = body.reasoning_effort
+        prompt = await self._chat_tokens(messages, tools, options)
+        call = make_call(
+            body,
+            [prompt],
+            self._served,
+            self._settings,
+            user=_user(request, body),
+            asked=body.max_completion_tokens or body.max_tokens,
+            usual=None,
+            n=body.n or 1,
+            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            generation=read_generation_config(body.generation_config),
+            special=self._served.answer_template is not None,
+        )
+        answers = self._answers(call)
+        writer = ChatAnswer(self._served, body, call, answers, tools)
+        return await self._answered(request, body, answers, writer)
+
+    async def completions(self, request: Request) -> Response:
+        """``/v1/completions``."""
+        body = await self._body(request, CompletionBody)
+        prompts = [
+            await self._in_worker(self._served.encode, each) if isinstance(each, str) else each
+            for each in prompts_of(body)
+        ]
+        call = make_call(
+            body,
+            prompts,
+            self._served,
+            self._settings,
+            user=_user(request, body),
+            asked=body.max_tokens,
+            usual=USUAL_COMPLETION_TOKENS,
+            n=body.n or 1,
+            logprobs=body.logprobs,
+        )
+        answers = self._answers(call)
+        return await self._answered(request, body, answers, CompletionAnswer(self._served, body, answers))
+
+    async def responses(self, request: Request) -> Response:
+        """``/v1/responses``."""
+        body = await self._body(request, ResponseBody)
+        owner, previous = _owner(request), None
+        if body.previous_response_id is not None:
+            previous = self._turn(body.previous_response_id, owner)
+        added = messages_of(body)
+        before = [] if previous is None else previous.messages
+        system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+        tools = None
+        if body.tools and body.tool_choice != "none":
+            functions = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in body.tools]
+            tools = [{"type": "function", "function": function} for function in functions]
+        prompt = await self._chat_tokens([*system, *before, *added], tools, {})
+        call = make_call(
+            body,
+            [prompt],
+            self._served,
+            self._settings,
+            user=_user(request, body),
+            asked=body.max_output_tokens,
+            usual=None,
+            special=self._served.answer_template is not None,
+        )
+        name = f"resp_{uuid.uuid4().hex}"
+
+        def keep(response: Any, message: dict[str, Any]) -> None:
+            if body.store is not False:
+                turn = Turn(owner, previous, (*added, message), response.model_dump(mode="json", by_alias=True))
+                self._conversations.keep(name, turn)
+
+        answers = self._answers(call)
+        writer = ResponseAnswer(name, body, AnswerParts(self._served, prompt, tools), answers, keep)
+        return await self._answered(request, body, answers, writer)
+
+    async def kept_response(self, request: Request, name: str) -> Response:
+        """A response that was kept."""
+        return _json(self._turn(name, _owner(request)).response)
+
+    async def forget_response(self, request: Request, name: str) -> Response:
+        """Forget a response; those that go on from it stay."""
+        self._turn(name, _owner(request))
+        self._conversations.drop(name, _owner(request))
+        return _json({"id": name, "object": "response", "deleted": True})
+
+    async def models(self) -> Response:
+        """The one model."""
+        return _json({"object": "list", "data": [self._card()]})
+
+    async def model(self, name: str) -> Response:
+        """The one model, by its name."""
+        self._check_model(name)
+        return _json(self._card())
+
+    async def health(self) -> Response:
+        """Whether requests are taken."""
+        if self.draining:
+            raise unavailable("the server is ending")
+        return _json({"status": "ok"})
+
+    async def prometheus(self) -> Response:
+        """Metrics."""
+        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def status(self) -> Response:
+        """What the page shows."""
+        return _json(status(self._loop, self._served))
+
+    async def load_model(self) -> Response:
+        """What transformers' client asks for before it begins; nothing is loaded, for the model is there."""
+        return Response('data: {"status": "ready", "cached": true}\n\n', media_type="text/event-stream")
+
+    async def page(self) -> Response:
+        """The page."""
+        return self._page.response()
+
+    # Steps of a call
+
+    async def _body(self, request: Request, kind: type[B]) -> B:
+        if self.draining:
+            raise unavailable("the server is ending; it takes no more requests")
+        media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media != "application/json":
+            # What a page of another site may send without asking is no JSON.
+            raise ApiError(415, "send JSON, with the header 'content-type: application/json'", code="wrong_media_type")
+        content = bytearray()
+        while True:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ApiError(499, "the client has left")
+            content += message.get("body", b"")
+            if not message.get("more_body", False):
+                break
+        try:
+            body = kind.model_validate_json(bytes(content))
+        except ValidationError as error:
+            raise wrong_fields(error) from None
+        if isinstance(body, SamplingBody):
+            self._check_model(body.model)
+        return body
+
+    def _check_model(self, name: str) -> None:
+        if name != self._served.name:
+            message = f"there is no model {name!r} here, but {self._served.name!r}"
+            raise ApiError(404, message, code="model_not_found", param="model")
+
+    async def _chat_tokens(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+    ) -> tuple[int, ...]:
+        # Templates know the older name alone.
+        named = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
+        return await self._in_worker(self._served.encode_chat, named, tools or None, options)
+
+    async def _in_worker(self, work: Callable[..., tuple[int, ...]], *values: Any) -> tuple[int, ...]:
+        return await asyncio.get_running_loop().run_in_executor(self._served.workers, work, *values)
+
+    def _answers(self, call: Call) -> Answers:
+        return Answers(self._loop, self._served, call, self._metrics.timed)
+
+    async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
+        if body.stream:
+            return EventStream(answers, writer.events())
+        answer = await while_listened_to(request.receive, writer.whole())
+        return Response(answer.model_dump_json(by_alias=True, exclude_unset=True), media_type="application/json")
+
+    def _turn(self, name: str, owner: str) -> Turn:
+        turn = self._conversations.find(name, owner)
+        if turn is None:
+            message = f"there is no response {name!r}: it was never made, not stored, or has made room for later ones"
+            raise ApiError(404, message, code="response_not_found", param="previous_response_id")
+        return turn
+
+    def _card(self) -> dict[str, Any]:
+        return {
+            "id": self._served.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "megakv",
+            "max_model_len": self._served.context,
+        }
+
+
+def _owner(request: Request) -> str:
+    """Whose responses are whose: those of a key."""
+    return str(request.scope.get("key"))
+
+
+def _user(request: Request, body: SamplingBody) -> str:
+    """Between whom turns are taken: keys, and where there is one or none those whom requests name, or hosts."""
+    key = request.scope.get("key")
+    if key:
+        return f"key {key}"
+    return body.user or (request.client.host if request.client else "")
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json")

@@ -1,0 +1,57 @@
+"""What goes wrong, as the error objects of OpenAI's API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import ValidationError
+
+KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+MOST_LETTERS = 500
+"""Of a message: what a stranger sent is not sent back at any length."""
+
+
+@dataclass
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    status: int
+    message: str
+    code: str | None = None
+    param: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__init__(self.message)
+
+    def body(self) -> dict[str, Any]:
+        """The object that clients know."""
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        message = self.message if len(self.message) <= MOST_LETTERS else f"{self.message[:MOST_LETTERS]} ..."
+        # A lone surrogate has no UTF-8.
+        message = message.encode("utf-8", "replace").decode()
+        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
+
+    def json(self) -> bytes:
+        """The object as it is sent."""
+        return json.dumps(self.body()).encode()
+
+
+def unavailable(message: str) -> ApiError:
+    """For what works again later, perhaps elsewhere."""
+    return ApiError(503, message, code="unavailable", headers={"retry-after": "5"})
+
+
+def wrong_fields(error: ValidationError) -> ApiError:
+    """From what a body's model said of it."""
+    problems = error.errors(include_url=False, include_context=False, include_input=False)
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    names = ".".join(str(part) for part in first["loc"]) or None
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    said = first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{names or 'body'}: {said}{more}", code="invalid_value", param=names)

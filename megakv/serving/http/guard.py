@@ -1,0 +1,147 @@
+"""Before any work: who asks, how much is sent, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+from megakv.serving.http.errors import ApiError
+from megakv.serving.http.settings import HttpSettings, names_this_machine
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+OPEN = {("GET", "/"), ("HEAD", "/"), ("GET", "/health"), ("POST", "/load_model")}
+"""What needs no key: the page itself, whether the server lives, and what transformers' client asks without one."""
+UNREAD_BYTES = 1 << 20
+"""Of a refused request's body, what is still read: a client that sends hears an answer only then."""
+
+
+@dataclass
+class Guard:
+    """Middleware: an application behind it sees only requests that are in bounds, and clients that read and send."""
+
+    app: App
+    settings: HttpSettings
+    count: Callable[[str, int], None]
+    """Is told the path and the status of every answer."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        send = self._counted(scope, send)
+        length = _length(scope)
+        try:
+            scope["key"] = self._admitted(scope)
+            if length is not None and length > self.settings.max_body_bytes:
+                raise self._too_large()
+        except ApiError as error:
+            await self._refuse(error, length, receive, send)
+            return
+        started = False
+
+        async def bounded_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            # One who reads nothing holds memory; what waits for the loop is bounded elsewhere.
+            await asyncio.wait_for(send(message), self.settings.stall_s)
+
+        try:
+            await self.app(scope, self._bounded(receive), bounded_send)
+        except ApiError as error:
+            if not started:
+                await respond(error, send)
+        except TimeoutError:
+            # To end with an error would be written down as one of the server's.
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _counted(self, scope: Scope, send: Send) -> Send:
+        async def counted_send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The application notes which of its paths it took; others may be of any number.
+                self.count(getattr(scope.get("route"), "path", "other"), message["status"])
+            await send(message)
+
+        return counted_send
+
+    def _admitted(self, scope: Scope) -> int | None:
+        """Whose key a request has."""
+        settings, headers = self.settings, scope["headers"]
+        size = (
+            sum(len(name) + len(value) for name, value in headers) + len(scope["raw_path"]) + len(scope["query_string"])
+        )
+        if size > settings.max_header_bytes:
+            message = f"address and headers have {size} bytes; allowed: {settings.max_header_bytes}"
+            raise ApiError(431, message, code="headers_too_large")
+        if settings.local and not names_this_machine(_all(headers, b"host")):
+            # A page of another site may have made its own name mean this machine.
+            raise ApiError(403, "this server answers to requests for localhost alone", code="wrong_host")
+        if not settings.keys.digests or (scope["method"], scope["path"]) in OPEN:
+            return None
+        kind, _, given = next(iter(_all(headers, b"authorization")), "").partition(" ")
+        owner = settings.keys.owner(given.strip()) if kind.lower() == "bearer" else None
+        if owner is None:
+            message = "give an API key of this server as 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+        return owner
+
+    def _too_large(self) -> ApiError:
+        message = f"the body is larger than {self.settings.max_body_bytes} bytes, the most that is read"
+        return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Receives no more than the limit, and waits for the next part only so long."""
+        taken, complete = 0, False
+
+        async def bounded_receive() -> Message:
+            nonlocal taken, complete
+            if complete:
+                # Of whoever waits for an answer there is nothing to hear but that it left.
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), self.settings.stall_s)
+            except TimeoutError:
+                raise ApiError(
+                    408, "the body did not come in time", code="timeout", headers={"connection": "close"}
+                ) from None
+            taken += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if taken > self.settings.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        return bounded_receive
+
+    async def _refuse(self, error: ApiError, length: int | None, receive: Receive, send: Send) -> None:
+        if length is not None and 0 < length <= UNREAD_BYTES:
+            receive = self._bounded(receive)
+            try:
+                while (await receive()).get("more_body", False):
+                    pass
+            except ApiError:
+                pass
+        await respond(error, send)
+
+
+async def respond(error: ApiError, send: Send) -> None:
+    """Answer with an error object."""
+    body = error.json()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": encoded})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _all(headers: list[tuple[bytes, bytes]], name: bytes) -> list[str]:
+    return [value.decode("latin-1") for found, value in headers if found == name]
+
+
+def _length(scope: Scope) -> int | None:
+    """What a request says of its body's length; h11 has seen that it is a number."""
+    values = _all(scope["headers"], b"content-length")
+    return int(values[0]) if values else None

@@ -1,0 +1,89 @@
+"""What the server measures, for Prometheus."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megakv.serving.stats import ServingStats
+
+SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 400.0, 1000.0, 3600.0)
+TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+COUNTS = {
+    "requests": "Answers that have ended, in whatever way",
+    "cancelled": "Answers that were cancelled",
+    "failed": "Answers that failed",
+    "preempted": "Answers that made room for one of higher priority",
+    "passes": "Forward passes",
+    "prompt_tokens": "Prompt tokens of admitted requests",
+    "hit_tokens": "Of them, those that were found in the prefix store",
+    "computed_tokens": "Prompt tokens that were computed",
+    "new_tokens": "Tokens that were generated",
+}
+TIERS = {
+    "kv_tokens": "Tokens whose keys and values lie there",
+    "kv_capacity": "Tokens for which there is room",
+    "kv_bytes": "Bytes of keys and values, over all ranks",
+}
+
+
+class StatsCollector(Collector):
+    """The loop's own counts, read whenever they are asked for."""
+
+    def __init__(self, stats: Callable[[], ServingStats]):
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        """All of them."""
+        stats = self._stats()
+        for name, meaning in COUNTS.items():
+            yield CounterMetricFamily(f"megakv_{name}", meaning, value=getattr(stats, name))
+        for name in ("waiting", "running"):
+            yield GaugeMetricFamily(f"megakv_requests_{name}", f"Requests that are {name}", value=getattr(stats, name))
+        for name, meaning in TIERS.items():
+            family = GaugeMetricFamily(f"megakv_{name}", meaning, labels=["tier"])
+            for tier, value in getattr(stats, name).items():
+                family.add_metric([tier], value)
+            yield family
+        memory = GaugeMetricFamily("megakv_memory_bytes", "Memory of a rank's device or process", labels=["rank"])
+        for rank, value in enumerate(stats.memory_bytes):
+            memory.add_metric([str(rank)], value)
+        yield memory
+
+
+class Metrics:
+    """Of one server, in a registry of its own."""
+
+    def __init__(self, stats: Callable[[], ServingStats]):
+        self._registry = CollectorRegistry()
+        self._registry.register(StatsCollector(stats))
+        self._calls = Counter("megakv_http_requests", "HTTP requests", ["path", "status"], registry=self._registry)
+        self._ttft = Histogram(
+            "megakv_time_to_first_token_seconds",
+            "From a request to its answer's first token",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._per_token = Histogram(
+            "megakv_time_per_output_token_seconds",
+            "Mean time from one token of an answer to the next",
+            buckets=TOKEN_SECONDS,
+            registry=self._registry,
+        )
+
+    def count(self, path: str, status: int) -> None:
+        """A request that was answered; paths are those of the endpoints, no stranger's."""
+        self._calls.labels(path, str(status)).inc()
+
+    def timed(self, ttft_s: float, per_token_s: float | None) -> None:
+        """An answer that has ended."""
+        self._ttft.observe(ttft_s)
+        if per_token_s is not None:
+            self._per_token.observe(per_token_s)
+
+    def text(self) -> bytes:
+        """All of it, as Prometheus reads it."""
+        return generate_latest(self._registry)

@@ -1,0 +1,196 @@
+"""``/v1/responses``: answers that later calls go on from, by `previous_response_id`."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from openai.types.responses import (
+    Response,
+    ResponseFunctionToolCall,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseUsage,
+)
+from openai.types.responses.response_usage import InputTokensDetails, OutputTokensDetails
+from transformers.cli.serving.utils import ReasoningText, ToolCall
+
+from megakv.serving.http.answers import Answers, Piece
+from megakv.serving.http.chat import prompt_progress
+from megakv.serving.http.errors import ApiError
+from megakv.serving.http.parts import AnswerParts, call_id
+from megakv.serving.http.schemas import Message, ResponseBody, ResponseCall, ResponseCallOutput, ResponseMessage
+from megakv.serving.http.stream import BEAT
+from megakv.serving.request import Progress
+
+
+def messages_of(body: ResponseBody) -> list[dict[str, Any]]:
+    """What a body adds to a conversation, as chat templates take it."""
+    if isinstance(body.input, str):
+        return [{"role": "user", "content": body.input}]
+    messages: list[dict[str, Any]] = []
+    for item in body.input:
+        if isinstance(item, ResponseMessage):
+            messages.append(Message(role=item.role, content=item.content).template_values())
+        elif isinstance(item, ResponseCall):
+            call = {
+                "id": item.call_id,
+                "type": "function",
+                "function": {"name": item.name, "arguments": item.arguments},
+            }
+            message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": [call]})
+            messages.append(message.template_values())
+        elif isinstance(item, ResponseCallOutput):
+            messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+    return messages
+
+
+Kept = Callable[[Response, dict[str, Any]], None]
+"""Is given a finished response, and its answer as a message."""
+
+
+class ResponseAnswer:
+    """Writes the answer to one call of the endpoint."""
+
+    def __init__(self, name: str, body: ResponseBody, parts: AnswerParts, answers: Answers, keep: Kept):
+        self._body, self._parts, self._answers, self._keep = body, parts, answers, keep
+        self._name, self._created, self._began = name, time.time(), time.monotonic()
+        self._message, self._text, self._finish = f"msg_{uuid.uuid4().hex}", "", ""
+        self._calls: list[ResponseFunctionToolCall] = []
+        self._number = 0
+
+    async def whole(self) -> Response:
+        """The answer in one object."""
+        async with self._answers:
+            async for piece in self._answers.pieces():
+                if isinstance(piece, Piece):
+                    self._take(piece)
+        return self._finished()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """The answer as it comes."""
+        yield self._event("response.created", response=self._response("in_progress"))
+        yield self._event("response.in_progress", response=self._response("in_progress"))
+        where: dict[str, Any] = {"item_id": self._message, "output_index": 0, "content_index": 0}
+        empty = self._output_message("", "in_progress")
+        yield self._event("response.output_item.added", output_index=0, item={**empty.model_dump(), "content": []})
+        yield self._event("response.content_part.added", part=_text_part(""), **where)
+        try:
+            async for piece in self._answers.pieces():
+                if piece is None:
+                    yield BEAT
+                elif isinstance(piece, Progress):
+                    if self._body.return_progress:
+                        progress = prompt_progress(piece, self._began)
+                        yield self._event(
+                            "response.in_progress", response=self._response("in_progress"), prompt_progress=progress
+                        )
+                elif delta := self._take(piece):
+                    yield self._event("response.output_text.delta", delta=delta, logprobs=[], **where)
+        except ApiError as error:
+            failed = self._response("failed", error={"code": "server_error", "message": error.message})
+            yield self._event("response.failed", response=failed)
+            return
+        response = self._finished()
+        yield self._event("response.output_text.done", text=self._text, logprobs=[], **where)
+        yield self._event("response.content_part.done", part=_text_part(self._text), **where)
+        yield self._event("response.output_item.done", output_index=0, item=response.output[0])
+        for number, call in enumerate(self._calls, 1):
+            yield self._event("response.output_item.added", output_index=number, item=call)
+            what = {"item_id": call.id, "output_index": number, "name": call.name, "arguments": call.arguments}
+            yield self._event("response.function_call_arguments.done", **what)
+            yield self._event("response.output_item.done", output_index=number, item=call)
+        yield self._event(f"response.{response.status}", response=response)
+
+    def _take(self, piece: Piece) -> str:
+        """The text that a piece adds."""
+        delta = ""
+        for part in self._parts.add(piece.text, last=piece.finish is not None):
+            if isinstance(part, ToolCall):
+                name = call_id()
+                values: dict[str, Any] = {"id": name, "call_id": name, "name": part.name, "arguments": part.arguments}
+                self._calls.append(ResponseFunctionToolCall(type="function_call", status="completed", **values))
+            elif not isinstance(part, ReasoningText):
+                delta += part
+        self._text += delta
+        self._finish = piece.finish or self._finish
+        return delta
+
+    def _finished(self) -> Response:
+        status = "incomplete" if self._finish == "length" else "completed"
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
+        output = [self._output_message(self._text, status), *self._calls]
+        response = self._response(status, output=output, usage=self._usage(), **more)
+        message: dict[str, Any] = {"role": "assistant", "content": self._text}
+        if self._calls:
+            message["tool_calls"] = [
+                {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self._calls
+            ]
+            message = Message.model_validate(message).template_values()
+        self._keep(response, message)
+        return response
+
+    def _output_message(self, text: str, status: str) -> ResponseOutputMessage:
+        return ResponseOutputMessage.model_validate(
+            {
+                "id": self._message,
+                "type": "message",
+                "role": "assistant",
+                "status": status,
+                "content": [_text_part(text)],
+            }
+        )
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._answers.usage
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            # Older types have no count of what a cache was given.
+            input_tokens_details=InputTokensDetails.model_validate(
+                {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0}
+            ),
+            output_tokens=usage.new_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=0),
+            total_tokens=usage.prompt_tokens + usage.new_tokens,
+        )
+
+    def _response(self, status: str, **more: Any) -> Response:
+        body = self._body
+        values = {
+            "id": self._name,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "model": body.model,
+            "instructions": body.instructions,
+            "previous_response_id": body.previous_response_id,
+            "max_output_tokens": body.max_output_tokens,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "parallel_tool_calls": True,
+            "tool_choice": body.tool_choice or "auto",
+            "tools": [{**tool.model_dump(), "strict": False} for tool in body.tools or []],
+            "metadata": {},
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "usage": None,
+        }
+        return Response.model_validate({**values, **more})
+
+    def _event(self, kind: str, **values: Any) -> bytes:
+        plain = {
+            name: value.model_dump(mode="json", by_alias=True) if hasattr(value, "model_dump") else value
+            for name, value in values.items()
+        }
+        event = json.dumps({"type": kind, "sequence_number": self._number, **plain})
+        self._number += 1
+        return f"event: {kind}\ndata: {event}\n\n".encode()
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return ResponseOutputText(type="output_text", text=text, annotations=[], logprobs=[]).model_dump()

@@ -1,0 +1,281 @@
+"""The bodies of requests, as OpenAI's clients send them. An unknown field is refused: it would change nothing."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+MOST_STOPS = 16
+MOST_BIASES = 1024
+MOST_MESSAGES = 4096
+MOST_TOOLS = 128
+Text = Annotated[str, Field(max_length=1 << 26)]
+Name = Annotated[str, Field(max_length=256)]
+Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
+Ignored = Any
+"""Of fields that say who asks or how to bill: nothing here goes by them."""
+
+
+class Body(BaseModel):
+    """Types are taken as they are: no number from a text, no flag from a number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+
+class StreamOptions(Body):
+    """What a stream has beside the answer."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Ignored = None
+
+
+class SamplingBody(Body):
+    """What all endpoints take."""
+
+    model: Name
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Share | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Share | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    logit_bias: dict[Annotated[str, Field(max_length=16)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stops = None
+    ignore_eos: bool = False
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool = False
+    priority: Annotated[int, Field(ge=-100, le=100)] = 0
+    user: Name | None = None
+    metadata: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    service_tier: Ignored = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _few(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        if value is not None and len(value) > MOST_BIASES:
+            raise ValueError(f"has {len(value)} tokens; allowed: {MOST_BIASES}")
+        return value
+
+    @model_validator(mode="after")
+    def _options_of_a_stream(self) -> SamplingBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: allowed only where stream is true")
+        return self
+
+
+class CompletionBody(SamplingBody):
+    """Of ``/v1/completions``."""
+
+    prompt: (
+        Text
+        | Annotated[list[Text], Field(min_length=1, max_length=256)]
+        | Annotated[list[int], Field(min_length=1, max_length=1 << 24)]
+        | Annotated[list[Annotated[list[int], Field(max_length=1 << 24)]], Field(min_length=1, max_length=256)]
+    )
+    max_tokens: TokenCount | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: Literal[False] | None = None
+    suffix: None = None
+    best_of: Literal[1] | None = None
+
+
+class TextPart(Body):
+    """A part of a message."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: Text
+    annotations: Ignored = None
+    logprobs: Ignored = None
+
+
+class FunctionCall(Body):
+    """What the model asked to be called."""
+
+    name: Name
+    arguments: Text
+
+
+class ToolCall(Body):
+    """A call in an answer of before."""
+
+    id: Name | None = None
+    type: Literal["function"] = "function"
+    index: int | None = None
+    function: FunctionCall
+
+
+class Message(Body):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Text | list[TextPart] | None = None
+    name: Name | None = None
+    tool_call_id: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    reasoning_content: Text | None = None
+    refusal: Ignored = None
+    annotations: Ignored = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and not self.tool_calls:
+            raise ValueError(f"content: a message of the role {self.role!r} needs text")
+        return self
+
+    def template_values(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        parts = self.content
+        values: dict[str, Any] = {"role": self.role}
+        values["content"] = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                values[name] = value
+        if self.tool_calls:
+            values["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": _arguments(call.function)} for call in self.tool_calls
+            ]
+        return values
+
+
+def _arguments(call: FunctionCall) -> dict[str, Any]:
+    """Templates print arguments as JSON, so that those which are must not be text here."""
+    try:
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = call.arguments
+    return {"name": call.name, "arguments": arguments}
+
+
+class Function(Body):
+    """That the model may ask to be called."""
+
+    name: Name
+    description: Text | None = None
+    parameters: dict[str, Any] | None = None
+    strict: Ignored = None
+
+
+class Tool(Body):
+    """A tool of ``/v1/chat/completions``."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class TextFormat(Body):
+    """The only form of answers."""
+
+    type: Literal["text"]
+
+
+Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
+
+
+class ChatBody(SamplingBody):
+    """Of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: TextFormat | None = None
+    chat_template_kwargs: dict[Name, bool | int | float | str | None] | None = None
+    reasoning_effort: Name | None = None
+    generation_config: Text | None = None
+    parallel_tool_calls: Ignored = None
+    store: Ignored = None
+    verbosity: Ignored = None
+
+    @model_validator(mode="after")
+    def _likeliest(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: allowed only where logprobs is true")
+        return self
+
+
+class ResponseText(Body):
+    """How a response's text is to look."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class ResponseMessage(Body):
+    """A message of ``/v1/responses``."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Text | list[TextPart]
+    id: Name | None = None
+    status: Name | None = None
+    phase: Ignored = None
+
+
+class ResponseCall(Body):
+    """A call that an earlier response asked for."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+    id: Name | None = None
+    status: Name | None = None
+
+
+class ResponseCallOutput(Body):
+    """What a call came to."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text
+    id: Name | None = None
+    status: Name | None = None
+
+
+class ResponseTool(Function):
+    """A tool of ``/v1/responses``."""
+
+    type: Literal["function"]
+
+
+class ResponseBody(SamplingBody):
+    """Of ``/v1/responses``."""
+
+    input: (
+        Text
+        | Annotated[
+            list[ResponseMessage | ResponseCall | ResponseCallOutput], Field(min_length=1, max_length=MOST_MESSAGES)
+        ]
+    )
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    max_output_tokens: TokenCount | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    text: ResponseText | None = None
+    store: bool | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    parallel_tool_calls: Ignored = None
+    include: Ignored = None
+    reasoning: Ignored = None

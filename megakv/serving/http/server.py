@@ -1,0 +1,102 @@
+"""The HTTP server of rank 0: a thread of its own beside the one that computes."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+
+import uvicorn
+
+from megakv.errors import MegaKVError
+from megakv.serving.http.app import Service
+from megakv.serving.http.guard import Guard
+from megakv.serving.http.metrics import Metrics
+from megakv.serving.http.protocol import limited_protocol
+from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.settings import HttpSettings
+from megakv.serving.loop import ServingLoop
+
+LONGEST_LINES = 64 << 10
+"""Bytes of a request's first lines, beyond which it is not read to its end."""
+FAREWELL_S = 10.0
+"""How long clients may take to read the end of their answers when the server ends."""
+START_S = 30.0
+
+
+def listening_socket(settings: HttpSettings) -> socket.socket:
+    """Where the server listens; a ValueError where it cannot."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # The kernel gives up connections whose clients take nothing: what was written to them would stay for ever.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2e3 * settings.stall_s))
+            listener.bind(address)
+            listener.listen(settings.max_connections)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}; give "
+            "another port, or 0 for any that is free"
+        ) from error
+    return listener
+
+
+class HttpServer:
+    """Serves in a thread from `start` to `stop`."""
+
+    def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, listener: socket.socket):
+        self._loop, self._listener = loop, listener
+        metrics = Metrics(loop.stats)
+        self._service = Service(loop, served, settings, metrics)
+        protocol = limited_protocol(most=settings.max_connections, stall_s=settings.stall_s)
+        config = uvicorn.Config(
+            Guard(self._service.app(), settings, metrics.count),
+            http=protocol,
+            ws="none",
+            lifespan="off",
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=LONGEST_LINES,
+            timeout_graceful_shutdown=int(FAREWELL_S),
+        )
+        self._server = uvicorn.Server(config)
+        self._events: asyncio.AbstractEventLoop | None = None
+        self._standing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="megakv-http", daemon=True)
+
+    def start(self) -> None:
+        """Return when requests are taken."""
+        self._thread.start()
+        if not self._standing.wait(START_S):
+            raise MegaKVError(f"the HTTP server did not start within {START_S:g} s")
+
+    def drain(self) -> None:
+        """Take no more requests; safe in a signal's handler, and as often as one likes."""
+        if self._events is not None:
+            self._events.call_soon_threadsafe(self._drain)
+
+    def stop(self) -> None:
+        """End, when what was written to clients has reached them."""
+        self._server.should_exit = True
+        self._thread.join(2 * FAREWELL_S)
+
+    def _drain(self) -> None:
+        if not self._service.draining:
+            self._service.draining = True
+            self._loop.drain()
+
+    def _run(self) -> None:
+        async def serve() -> None:
+            self._events = asyncio.get_running_loop()
+            self._standing.set()
+            await self._server.serve([self._listener])
+
+        asyncio.run(serve())
