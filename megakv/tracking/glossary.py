@@ -36,6 +36,8 @@ GLOSSARY = {
     "chunked": "as kvpr, with activations in chunks, recomputed as they land",
     "cpu_rank": "the host's processor attends to some keys and values where they lie",
     "recomputed": "tokens whose keys and values are made anew from activations: the split point",
+    "hit rate": "prompt tokens found in the prefix store, of all prompt tokens of served requests",
+    "tier": "where keys and values lie: on the device, in host memory, on disk",
     "prediction error": "what was predicted over what was measured, minus 1",
 }
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megakv.tracking.measurements import PrefillPlan
+from megakv.tracking.measurements import PERCENTILES, PrefillPlan
 from megakv.tracking.report import RunReport
+from megakv.tracking.served import ServedTraffic
 from megakv.tracking.tables import passes_by_plan
 from megakv.tracking.units import duration
 
@@ -40,6 +41,30 @@ def overview(report: RunReport) -> dict[str, str]:
         "TTFT": duration(report.ttft_s) + (f" ({rate:,.0f} tokens/s)" if rate else ""),
         "TTIT": duration(report.ttit_s),
         "tokens equal to plain transformers": {True: "yes", False: "NO", None: "not compared"}[report.tokens_equal],
+    }
+
+
+def served(traffic: ServedTraffic) -> dict[str, str]:
+    """What a server did, in words."""
+    scalars = traffic.scalars()
+
+    def tails(name: str) -> str:
+        return ", ".join(
+            f"p{share} {duration(scalars[f'served/{name}/p{share}'])}"
+            for share in PERCENTILES
+            if f"served/{name}/p{share}" in scalars
+        )
+
+    ended = f"{traffic.cancelled:,} cancelled, {traffic.failed:,} failed, {traffic.preempted:,} preempted"
+    rate = f", {traffic.hit_tokens / traffic.prompt_tokens:.1%} hit rate" if traffic.prompt_tokens else ""
+    return {
+        "requests": f"{traffic.requests:,} in {duration(traffic.seconds)}; {ended}",
+        "prompt tokens": f"{traffic.prompt_tokens:,}, of them {traffic.computed_tokens:,} computed{rate}",
+        "generated tokens": f"{traffic.new_tokens:,}",
+        "TTFT": tails("ttft_s") or "-",
+        "time per token": tails("token_s") or "-",
+        "most at a time": f"{int(scalars.get('served/waiting_max', 0)):,} waiting, "
+        f"{int(scalars.get('served/running_max', 0)):,} running",
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from megakv.tracking.glossary import glossary
 from megakv.tracking.html import document, facts, folded, metrics, picture, seconds_chart, table, text
 from megakv.tracking.offload_figure import draw_offload
-from megakv.tracking.overview import overview
+from megakv.tracking.overview import overview, served
 from megakv.tracking.report import RunReport, load_report
 from megakv.tracking.tables import comparison, rank_seconds, report_tables
 from megakv.tracking.timeline import draw_timelines, has_events
@@ -23,6 +23,8 @@ MOST_RUNS = 16
 MOST_JSON = 100_000
 """Letters of a configuration that are shown."""
 TITLES = {
+    "served": "Served: keys and values by tier",
+    "served_moments": "Served: queue, tokens and memory over time",
     "ranks": "Balance of tokens, keys and values",
     "communication": "Communication",
     "prefill": "Prefill: predicted and measured",
@@ -67,12 +69,14 @@ def page(runs: Sequence[tuple[str, RunReport]], preface: Sequence[str] = ()) -> 
 
 def _run(name: str, report: RunReport) -> str:
     parts = [_answers(report)] if report.answers else []
+    if report.served is not None:
+        parts += ["<h3>Served</h3>", facts({name: served(report.served)})]
     parts += ["<h3>Compute and communication of every rank</h3>", seconds_chart({name: rank_seconds(report)})]
     if has_events(report):
         parts += ["<h3>Timeline</h3>", _timelines([(name, report)])]
     for key, values in report_tables(report).items():
         content = table(values)
-        if key == "offload_steps":
+        if key in ("offload_steps", "served_moments"):
             parts.append(f"<details><summary>{TITLES[key]}</summary>{content}</details>")
             continue
         parts.append(f"<h3>{TITLES[key]}</h3>{content}")

@@ -20,6 +20,7 @@ from megakv.tracking.measurements import (
     offload_scalars,
     percentiles,
 )
+from megakv.tracking.served import ServedTraffic
 
 MOST_BYTES = 256 << 20
 """Of a file: a larger one would only keep its reader busy."""
@@ -126,6 +127,7 @@ class RunReport:
     prefill: PrefillPlan | None = None  # ``None`` where nothing was decided before the layers ran.
     balance: HeadBalance | None = None  # Where KV heads were mapped to ranks or compressed.
     candidates: CandidateCounts | None = None  # Where steps checked several tokens.
+    served: ServedTraffic | None = None  # Of a server, which answers many requests: all of them.
     # By stage, ``prefill`` and ``decode``: how many layers, summed over passes, each attention method served.
     methods: dict[str, dict[str, Count]] = field(default_factory=dict)
     # What a job adds: its command line, what it was asked, and whether the tokens are those of a single-process
@@ -168,6 +170,8 @@ class RunReport:
             values |= self.balance.scalars()
         if self.candidates is not None:
             values |= self.candidates.scalars(self.new_tokens)
+        if self.served is not None:
+            values |= self.served.scalars()
         values |= offload_scalars([rank.offload for rank in self.ranks])
         for operation in sorted({traffic.operation for report in self.ranks for traffic in report.traffic}):
             for name, over_ranks in (("bytes_sent", sum), ("calls", sum), ("seconds_exposed", max)):

@@ -30,6 +30,8 @@ class Table:
 def report_tables(report: RunReport) -> dict[str, Table]:
     """All tables that a report has something for, by name."""
     found = {
+        "served": _served(report),
+        "served_moments": _served_moments(report),
         "ranks": _ranks(report),
         "communication": operations(report),
         "prefill": _prefill(report),
@@ -123,6 +125,29 @@ def comparison(reports: Sequence[RunReport], names: Sequence[str]) -> Table:
         first, *others = values = [found.get(metric) for found in scalars]
         rows.append([metric, *values, *(None if value is None or not first else value / first for value in others)])
     return Table(columns, rows)
+
+
+def _served(report: RunReport) -> Table:
+    """Where a server's keys and values lay in the end."""
+    found = report.served
+    if found is None:
+        return Table.of(())
+    names = ("kv_tokens", "kv_capacity", "kv_bytes")
+    return Table.of(
+        {"tier": tier, **{name: getattr(found, name).get(tier) for name in names}} for tier in sorted(found.kv_tokens)
+    )
+
+
+def _served_moments(report: RunReport) -> Table:
+    """A server's queue, tokens and memory as they went."""
+    moments = [] if report.served is None else report.served.moments
+    tiers = dict.fromkeys(tier for moment in moments for tier in moment.kv_tokens)
+    names = ("at_s", "waiting", "running", "prompt_tokens", "hit_tokens", "new_tokens")
+    return Table.of(
+        {name: getattr(moment, name) for name in names}
+        | {f"kv_tokens_{tier}": moment.kv_tokens.get(tier) for tier in tiers}
+        for moment in moments
+    )
 
 
 def _ranks(report: RunReport) -> Table:

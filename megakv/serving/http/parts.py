@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
+from typing import Any, TypeAlias
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
@@ -12,7 +12,7 @@ from megakv.serving.http.served_model import ServedModel
 
 PREFIX_TOKENS = 256
 """Of a prompt's end: the beginning of the answer stands in it, where the chat template writes one."""
-Part = str | ReasoningText | ToolCall
+Part: TypeAlias = "str | ReasoningText | ToolCall"
 
 
 class AnswerParts:
