@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakv.launcher.ranks import DTYPES, check_writable
+from megakv.launcher.ranks import DTYPES, check_writable, read_hostfile
 from megakv.tracking.wandb_project import check_project
 
 if TYPE_CHECKING:
@@ -26,14 +26,19 @@ FILES = ("json", "timeline", "report")
 """Arguments that name a file to write."""
 
 
-def add_settings_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
-    """The arguments of whatever generates: its run's settings, and how tokens are chosen."""
+def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of whatever starts ranks with an engine: its run's settings."""
     parser.add_argument("--config", metavar="FILE", help="JSON: a DeepSpeed inference config with a megakv section")
     parser.add_argument("--cp", type=int, help="context-parallel ranks, which share the tokens (default 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks, which share the heads (default 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
     parser.add_argument("--prefill", metavar="METHOD", help="how a prompt attends across ranks (default auto)")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this W&B project, offline unless logged in")
+
+
+def add_settings_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
+    """The arguments of whatever generates: its run's settings, and how tokens are chosen."""
+    add_engine_arguments(parser)
     parser.add_argument("--prefill-chunk-size", type=int, help="tokens read at a time (default: the whole prompt)")
     parser.add_argument(
         "--max-new-tokens", type=int, default=max_new_tokens, help="tokens of an answer at most (default %(default)s)"
@@ -65,12 +70,18 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def check_job_arguments(arguments: argparse.Namespace) -> None:
+def check_engine_arguments(arguments: argparse.Namespace) -> None:
     """Refuse impossible ones before anything starts."""
     for name in ("cp", "tp", "threads", "max_new_tokens", "prefill_chunk_size", "prompt_lookup"):
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
+    check_project(arguments.wandb)
+
+
+def check_job_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse impossible ones before anything starts."""
+    check_engine_arguments(arguments)
     if not 0 <= arguments.temperature < math.inf:
         raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
     if not 0 < arguments.top_p <= 1:
@@ -80,13 +91,12 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
     timeline = getattr(arguments, "timeline", None)
     if timeline is not None and Path(timeline).suffix.lower() != ".png":
         raise ValueError(f"--timeline {timeline}: allowed: a path that ends in .png")
-    check_project(arguments.wandb)
 
 
 def make_folders(arguments: argparse.Namespace) -> None:
     """Make the folders of all files that are to be written; one that cannot be is refused now, not in the end."""
     for name in FILES:
-        if (path := getattr(arguments, name)) is not None:
+        if (path := getattr(arguments, name, None)) is not None:
             with suppress(OSError):
                 Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
             check_writable(f"--{name}", path)
@@ -101,6 +111,13 @@ def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:
         return arguments.cp or 1, arguments.tp or 1
     config = run_config(arguments)
     return config.cp_size, config.tp_size
+
+
+def mesh_on_hosts(arguments: argparse.Namespace) -> tuple[int, int]:
+    """Of the JSON, else as asked for, else all slots of the hostfile."""
+    if arguments.config is None and arguments.cp is None and arguments.hostfile is not None:
+        arguments.cp = max(1, sum(read_hostfile(arguments.hostfile).values()) // (arguments.tp or 1))
+    return mesh_of(arguments)
 
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:

@@ -6,6 +6,7 @@ What `run` returns is printed as JSON. Only the file of the command that was giv
 SUMMARIES = {
     "run": "Start ranks that read a document together and answer questions about it.",
     "chat": "Talk with a model about a document, in sessions that stay sharded over the ranks.",
+    "serve": "Answer many over HTTP: OpenAI's endpoints and a page, with prompts that are never read twice.",
     "info": "This machine, the versions in use, and the methods to choose from.",
     "check": "Read a run's JSON and say how many ranks it wants.",
     "timeline": "Draw a run's report, as a picture and as a trace for chrome://tracing or Perfetto.",

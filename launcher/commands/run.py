@@ -9,8 +9,8 @@ import tempfile
 from pathlib import Path
 
 from megakv.launcher.prompts import add_question_arguments, decoded, questions, read_document
-from megakv.launcher.ranks import command_line, read_hostfile, start_ranks
-from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, mesh_of
+from megakv.launcher.ranks import command_line, start_ranks
+from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, mesh_on_hosts
 
 STDIN = ("-", "/dev/stdin")
 
@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Start the ranks, which answer and write what was asked for."""
     check_job_arguments(arguments)
-    cp, tp = _mesh(arguments)
+    cp, tp = mesh_on_hosts(arguments)
     piped = _piped(arguments)
     questions(read_document(arguments) if piped is None else piped.decode(), arguments.question)
     if arguments.hostfile is None:
@@ -45,13 +45,6 @@ def run(arguments: argparse.Namespace) -> None:
             document.seek(0)
             arguments.prompt_file = "/dev/stdin"
         start_ranks("megakv.launcher.run", [*command_line(arguments), *words], stdin=document, **start)
-
-
-def _mesh(arguments: argparse.Namespace) -> tuple[int, int]:
-    """Of the JSON, else as asked for, else all slots of the hostfile."""
-    if arguments.config is None and arguments.cp is None and arguments.hostfile is not None:
-        arguments.cp = max(1, sum(read_hostfile(arguments.hostfile).values()) // (arguments.tp or 1))
-    return mesh_of(arguments)
 
 
 def _piped(arguments: argparse.Namespace) -> bytes | None:

@@ -1,0 +1,114 @@
+"""The ranks of ``megakv serve``: all run one loop, and rank 0 speaks HTTP beside it."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import socket
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from megakv.launcher.process import importing, own_rank, quiet_libraries, report_errors
+
+with importing():
+    from transformers import PreTrainedTokenizerBase
+
+    from megakv.build import init_inference
+    from megakv.engine import MegaKVEngine
+    from megakv.launcher.commands.serve import add_arguments, http_settings, loop_settings
+    from megakv.launcher.conversation import read_tokenizer
+    from megakv.launcher.job import print_files
+    from megakv.launcher.settings import check_engine_arguments, run_config
+    from megakv.serving.http.settings import HttpSettings
+    from megakv.serving.loop import ServingLoop
+    from megakv.serving.traffic_log import TrafficLog
+    from megakv.tracking.config import TrackingConfig
+    from megakv.tracking.files import write_whole
+    from megakv.tracking.page import page
+    from megakv.tracking.report import RunReport, report_to_json
+    from megakv.tracking.tracker import Tracker
+
+
+def main() -> None:
+    """Entry of every rank."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser, ranks=False)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with report_errors(), ExitStack() as stack:
+        check_engine_arguments(arguments)
+        settings, config = loop_settings(arguments), run_config(arguments)
+        if config.megakv.tracking.timeline is not None:
+            raise ValueError("megakv.tracking.timeline of a server would have no end: leave it out")
+        first = own_rank() == 0
+        http = listener = None
+        if first:
+            # What cannot be is said before weights are read.
+            from megakv.serving.http.server import listening_socket
+
+            http = http_settings(arguments)
+            listener = stack.enter_context(listening_socket(http))
+        tokenizer = read_tokenizer(arguments.model)
+        # The engine would record events of every pass for W&B's timeline.
+        tracking, config.megakv.tracking = config.megakv.tracking, TrackingConfig()
+        tracker = Tracker(tracking, config.model_dump(mode="json", by_alias=True, fallback=str), own_rank())
+        stack.callback(tracker.close)
+        with init_inference(arguments.model, config) as engine:
+            gc.freeze()
+            loop = ServingLoop(engine, settings)
+            if http is None or listener is None:
+                loop.run()
+                engine.report()
+                return
+            report = _serve(engine, loop, http, listener, tokenizer, tracker, arguments)
+            tracker.log_report(report)
+        written, upload = tracker.written, tracker.wandb_upload
+        for name, content in (("json", report_to_json), ("report", lambda report: page([("serve", report)]))):
+            if (path := getattr(arguments, name)) is not None:
+                write_whole(path, content(report).encode())
+                written[name] = Path(path).resolve()
+        print_files(written.items(), upload)
+
+
+def _serve(
+    engine: MegaKVEngine,
+    loop: ServingLoop,
+    settings: HttpSettings,
+    listener: socket.socket,
+    tokenizer: PreTrainedTokenizerBase,
+    tracker: Tracker,
+    arguments: argparse.Namespace,
+) -> RunReport:
+    """On rank 0: HTTP beside the loop, until drained; returns what was done."""
+    from megakv.serving.http.served_model import ServedModel
+    from megakv.serving.http.server import HttpServer
+
+    server = HttpServer(loop, ServedModel.of(engine.module, tokenizer, settings.model), settings, listener)
+    server.start()
+    signal.signal(signal.SIGTERM, lambda *_: server.drain())
+    if arguments.pid_file:
+        # On another host than the command's its folder is not there, and a signal has to be sent there.
+        with suppress(OSError):
+            write_whole(arguments.pid_file, str(os.getpid()).encode())
+    host, port = listener.getsockname()[:2]
+    where = f"CP {engine.mesh.cp_size} x TP {engine.mesh.tp_size}"
+    address = f"[{host}]" if ":" in host else host
+    print(f"megakv: {settings.model} on {where} at http://{address}:{port} (pid {os.getpid()})", flush=True)
+    log = TrafficLog(loop.stats, tracker)
+    try:
+        with log:
+            loop.run()
+    finally:
+        # Clients read the end of their answers, or that a rank was lost.
+        server.stop()
+    report = engine.report()
+    report.served = traffic = log.traffic()
+    report.prompt_tokens, report.new_tokens = traffic.prompt_tokens, traffic.new_tokens
+    report.settings = {name: value for name, value in vars(arguments).items() if value is not None}
+    return report
+
+
+if __name__ == "__main__":
+    main()
