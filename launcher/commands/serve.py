@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -34,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
     parser.add_argument("--api-key-file", metavar="FILE", help="keys that clients must give, one a line")
     add_engine_arguments(parser)
     parser.add_argument(
-        "--store", metavar="DIR", help="keep prompts that were read in this folder, after a restart too"
+        "--store", metavar="DIR", help="keep what was read of prompts in this folder, for later starts too"
     )
     parser.add_argument("--store-gb", type=float, default=LOOP.store_gb, help="at most (default %(default)s)")
     for option, value, meaning in (
@@ -142,10 +141,7 @@ def _ends_handed_on(pid_file: Path) -> Iterator[None]:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         # Not by sys.stderr: the signal may have come in the middle of a write to it.
-        os.write(
-            sys.__stderr__.fileno() if sys.__stderr__ else 2,
-            b"megakv: answers under way end first; again, and none do\n",
-        )
+        os.write(2, b"megakv: answers under way are ended first; asked again, they are not\n")
 
     before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
