@@ -22,20 +22,22 @@ class Detokenizer:
         self._tokenizer, self._special = tokenizer, special
         self._tokens: list[int] = []
         self._given = 0  # Letters of these tokens' text that were given out.
+        self._whole = 0  # Of these tokens, so many end with a whole character, and some others follow.
 
     def add(self, token: int) -> str:
         """What the text has more by one more token."""
+        before, clean = len(self._tokens), self._given == len(self._text())
         self._tokens.append(token)
         text = self._text()
-        whole = text.rstrip(BROKEN)
-        sure = text if len(text) - len(whole) > MOST_BROKEN else whole
-        if sure is text and sure is not whole:
-            sure = text[:-MOST_BROKEN]
-        new = self._give(sure)
-        if len(self._tokens) >= MOST_TOKENS and (self._given == len(text) or len(self._tokens) >= 2 * MOST_TOKENS):
+        if clean and 0 < before <= MOST_TOKENS - CONTEXT_TOKENS:
+            self._whole = before
+        broken = len(text) - len(text.rstrip(BROKEN))
+        new = self._give(text[: len(text) - min(broken, MOST_BROKEN)])
+        if len(self._tokens) >= MOST_TOKENS and (not broken or len(self._tokens) >= 2 * MOST_TOKENS):
             new += self._give(text)
-            del self._tokens[:-CONTEXT_TOKENS]
-            self._given = len(self._text())
+            # Beginning within a character, what follows would look broken.
+            del self._tokens[: self._whole or -CONTEXT_TOKENS]
+            self._given, self._whole = len(self._text()), 0
         return new
 
     def end(self) -> str:

@@ -1,0 +1,95 @@
+"""A server over a real loop and a real engine, of one rank, in this process."""
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import megakv
+from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.server import HttpServer, listening_socket
+from megakv.serving.http.settings import HttpSettings
+from megakv.serving.loop import ServingLoop
+from megakv.serving.settings import ServingSettings
+from tests.distributed.models import save_model
+
+NAME = "tiny"
+MOST_S = 60.0
+"""Of a call; what takes longer hangs."""
+
+
+@dataclass
+class Served:
+    """A loop that answers, and the same model without it."""
+
+    loop: ServingLoop
+    model: ServedModel
+    plain: AutoModelForCausalLM
+    url: str
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=MOST_S)
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """What the plain model answers."""
+        with torch.inference_mode():
+            made = self.plain.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+        return made[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), chat=True)
+
+
+@pytest.fixture(scope="session")
+def loop(model_folder: Path) -> Iterator[tuple[ServingLoop, ServedModel]]:
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    with megakv.init_inference(str(model_folder)) as engine:
+        loop = ServingLoop(engine, ServingSettings(kv_tokens=100_000))
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        yield loop, ServedModel.of(engine.module, tokenizer, NAME)
+        loop.drain()
+        thread.join(MOST_S)
+        assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def served(loop: tuple[ServingLoop, ServedModel], model_folder: Path) -> Iterator[Served]:
+    """Without a key."""
+    plain = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    with running(loop, HttpSettings(NAME, port=0)) as url:
+        yield Served(*loop, plain, url)
+
+
+class running:  # noqa: N801
+    """A server in a ``with``; gives its address."""
+
+    def __init__(self, loop: tuple[ServingLoop, ServedModel], settings: HttpSettings):
+        self._listener = listening_socket(settings)
+        self._server = HttpServer(*loop, settings, self._listener)
+
+    def __enter__(self) -> str:
+        self._server.start()
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *ending: object) -> None:
+        self._server.stop()
+        self._listener.close()
+
+
+def check_error(answer: httpx.Response, *statuses: int) -> dict[str, str]:
+    """That it is one of OpenAI's error objects, and no more; returns it."""
+    assert answer.status_code in statuses, (answer.status_code, answer.text)
+    assert answer.headers["content-type"] == "application/json"
+    value = answer.json()
+    assert value.keys() == {"error"} and value["error"].keys() == {"message", "type", "param", "code"}
+    assert value["error"]["message"] and "Traceback" not in answer.text
+    return value["error"]

@@ -1,0 +1,183 @@
+"""Answers by OpenAI's own client: equal to the plain model's, whole or streamed, and what they say of themselves."""
+
+import json
+import random
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.distributed.models import prose
+from tests.unit.serving.conftest import MOST_S, NAME, Served
+
+
+def ask(served: Served, text: str, **options: Any) -> Any:
+    values = {"model": NAME, "temperature": 0, "max_tokens": 12, **options}
+    return served.client().chat.completions.create(messages=[{"role": "user", "content": text}], **values)
+
+
+def prompt_tokens(served: Served, text: str) -> list[int]:
+    return list(served.model.encode_chat([{"role": "user", "content": text}], None, {}))
+
+
+def test_answers_are_those_of_the_plain_model(served: Served) -> None:
+    for _ in range(5):
+        text = prose(random.randint(1, 60))
+        prompt, count = prompt_tokens(served, text), random.randint(1, 20)
+        expected = served.greedy(prompt, count)
+        answer = ask(served, text, max_tokens=count)
+        choice = answer.choices[0]
+        assert choice.message.content == served.model.tokenizer.decode(expected, skip_special_tokens=True)
+        assert choice.finish_reason == "stop" if expected[-1] in served.model.end_ids else "length"
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), len(expected))
+        streamed = list(ask(served, text, max_tokens=count, stream=True, stream_options={"include_usage": True}))
+        assert "".join(c.choices[0].delta.content or "" for c in streamed if c.choices) == choice.message.content
+        assert [c.choices[0].finish_reason for c in streamed if c.choices][-1] == choice.finish_reason
+        assert streamed[-1].usage.prompt_tokens == len(prompt) and not streamed[-1].choices
+        # All but the last token, whose logits are needed, or whole blocks of them.
+        assert streamed[-1].usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_completions_take_texts_and_tokens(served: Served) -> None:
+    texts = [prose(5), prose(9)]
+    prompts = [served.model.tokenizer(text).input_ids for text in texts]
+    expected = [served.model.tokenizer.decode(served.greedy(prompt, 6), skip_special_tokens=True) for prompt in prompts]
+    create = served.client().completions.create
+    options: dict[str, Any] = {"model": NAME, "temperature": 0, "max_tokens": 6}
+    for given in (texts, prompts):
+        answer = create(prompt=given, **options)
+        assert [choice.text for choice in answer.choices] == expected
+        assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, prompts))
+    assert create(prompt=prompts[0], **options).choices[0].text == expected[0]
+    parts: list[str] = ["", ""]
+    for chunk in create(prompt=texts, stream=True, **options):
+        for choice in chunk.choices:
+            parts[choice.index] += choice.text
+    assert parts == expected
+
+
+def test_stops_end_an_answer_before_them(served: Served) -> None:
+    text = prose(20)
+    whole = ask(served, text, max_tokens=16, extra_body={"ignore_eos": True}).choices[0].message.content
+    for _ in range(5):
+        begin = random.randrange(1, len(whole) - 4)
+        stop = whole[begin : begin + random.randint(1, 4)]
+        options: dict[str, Any] = {"max_tokens": 16, "stop": [stop, "never this"], "extra_body": {"ignore_eos": True}}
+        answer = ask(served, text, **options).choices[0]
+        assert (answer.message.content, answer.finish_reason) == (whole[: whole.index(stop)], "stop")
+        streamed = list(ask(served, text, stream=True, **options))
+        assert "".join(c.choices[0].delta.content or "" for c in streamed) == answer.message.content
+
+
+def test_log_probabilities(served: Served) -> None:
+    text = prose(10)
+    content = ask(served, text, max_tokens=5, logprobs=True, top_logprobs=3).choices[0].logprobs.content
+    for token in content:
+        assert len(token.top_logprobs) == 3 and token.logprob <= 0
+        # Greedy answers are the likeliest.
+        assert token.top_logprobs[0].token == token.token and bytes(token.bytes).decode() == token.token
+        assert [each.logprob for each in token.top_logprobs] == sorted(
+            (e.logprob for e in token.top_logprobs), reverse=True
+        )
+    streamed = ask(served, text, max_tokens=5, logprobs=True, top_logprobs=3, stream=True)
+    again = [t for c in streamed if c.choices and c.choices[0].logprobs for t in c.choices[0].logprobs.content]
+    assert [token.token for token in again] == [token.token for token in content]
+    found = (
+        served.client().completions.create(model=NAME, prompt=text, max_tokens=4, temperature=0, logprobs=2).choices[0]
+    )
+    assert found.logprobs is not None and found.logprobs.tokens is not None and found.logprobs.top_logprobs is not None
+    assert len(found.logprobs.tokens) == 4 and all(len(top) <= 2 for top in found.logprobs.top_logprobs)
+
+
+def test_several_answers_share_their_prompt(served: Served) -> None:
+    text = prose(100)
+    before = served.loop.stats()
+    answer = ask(served, text, n=4, temperature=1, seed=random.randrange(1 << 40), max_tokens=8)
+    after = served.loop.stats()
+    assert len({choice.message.content for choice in answer.choices}) > 1
+    assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+    assert answer.usage.prompt_tokens == len(prompt_tokens(served, text))
+    assert after.computed_tokens - before.computed_tokens < 2 * answer.usage.prompt_tokens
+    seed = random.randrange(1 << 40)
+    first, second = (ask(served, text, temperature=1, seed=seed, n=2) for _ in range(2))
+    assert [c.message.content for c in first.choices] == [c.message.content for c in second.choices]
+
+
+def test_a_bias_decides(served: Served) -> None:
+    token = random.randrange(4, 200)
+    answer = ask(served, prose(5), max_tokens=3, logit_bias={str(token): 100})
+    assert answer.choices[0].message.content == " ".join([served.model.tokenizer.decode([token])] * 3)
+
+
+def test_responses_go_on_from_earlier_ones(served: Served) -> None:
+    client, text = served.client(), prose(30)
+    options: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 6}
+    first = client.responses.create(input=text, **options)
+    turns = [{"role": "user", "content": text}, {"role": "assistant", "content": first.output_text}]
+    forks = [prose(3), prose(4)]
+    for question in forks:
+        answer = client.responses.create(input=question, previous_response_id=first.id, **options)
+        prompt = list(served.model.encode_chat([*turns, {"role": "user", "content": question}], None, {}))
+        expected = served.model.tokenizer.decode(served.greedy(prompt, 6), skip_special_tokens=True)
+        assert answer.output_text == expected and answer.usage is not None
+        assert answer.usage.input_tokens == len(prompt) and answer.usage.input_tokens_details.cached_tokens > 30
+    assert client.responses.retrieve(first.id).output_text == first.output_text
+    with client.responses.stream(input=text, **options) as stream:
+        text_parts = [event.delta for event in stream if event.type == "response.output_text.delta"]
+    assert "".join(text_parts) == first.output_text
+    client.responses.delete(first.id)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.create(input="aa", previous_response_id=first.id, **options)
+    unkept = client.responses.create(input="aa", store=False, **options)
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(unkept.id)
+
+
+def test_progress_of_a_prompt(served: Served) -> None:
+    text = prose(200)
+    chunks = list(ask(served, text, stream=True, extra_body={"return_progress": True}))
+    found = [chunk.prompt_progress for chunk in chunks if getattr(chunk, "prompt_progress", None)]
+    assert found and found[-1]["processed"] == found[-1]["total"] == len(prompt_tokens(served, text))
+    assert all(each.keys() == {"total", "cache", "processed", "time_ms"} for each in found)
+
+
+def test_who_leaves_is_not_answered_further(served: Served) -> None:
+    body = {"model": NAME, "prompt": prose(5), "max_tokens": 500, "ignore_eos": True, "n": 2}
+    for stream in (True, False):
+        before = served.loop.stats()
+        try:
+            with httpx.stream(
+                "POST", f"{served.url}/v1/completions", json={**body, "stream": stream}, timeout=0.2
+            ) as answer:
+                next(answer.iter_raw())
+        except httpx.ReadTimeout:
+            pass
+        deadline = time.monotonic() + MOST_S
+        while (stats := served.loop.stats()).running or stats.waiting:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        # It may have been quick enough to end.
+        ended = stats.requests - before.requests
+        assert stats.cancelled > before.cancelled or ended == 2
+
+
+def test_models_health_metrics_and_status(served: Served) -> None:
+    assert [model.id for model in served.client().models.list()] == [NAME]
+    assert served.client().models.retrieve(NAME).id == NAME
+    ask(served, prose(3))
+    metrics = httpx.get(f"{served.url}/metrics").text
+    for name in (
+        "megakv_requests_total",
+        "megakv_hit_tokens_total",
+        'megakv_kv_tokens{tier="device"}',
+        'megakv_memory_bytes{rank="0"}',
+    ):
+        assert name in metrics, metrics
+    count = [line for line in metrics.splitlines() if line.startswith("megakv_time_to_first_token_seconds_count")]
+    assert float(count[0].split()[1]) > 0 and "/v1/chat/completions" in metrics
+    status = httpx.get(f"{served.url}/status").json()
+    assert status["model"] == NAME and status["documents"] and json.dumps(status)
+    page = httpx.get(served.url)
+    assert "<script>" in page.text and "script-src 'sha256-" in page.headers["content-security-policy"]
