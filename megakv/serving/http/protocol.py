@@ -3,11 +3,39 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megakv.serving.http.errors import ApiError, unavailable
+
+LINGER_S = 2.0
+"""How long a closed connection still takes what a client sends: else the client might not read the last answer."""
+
+
+class LingeringTransport:
+    """A transport whose end is first said to the client; what comes until the client ends too is thrown away."""
+
+    def __init__(self, transport: Any, loop: asyncio.AbstractEventLoop):
+        self._transport, self._loop = transport, loop
+        self._closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Whether nothing more is to be sent."""
+        return self._closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Send what was written, and nothing more."""
+        if not self.is_closing():
+            self._closing = True
+            with suppress(RuntimeError, OSError):
+                self._transport.write_eof()
+                self._transport.resume_reading()
+            self._loop.call_later(LINGER_S, self._transport.close)
 
 
 def limited_protocol(*, most: int, stall_s: float) -> type[H11Protocol]:
@@ -19,7 +47,7 @@ def limited_protocol(*, most: int, stall_s: float) -> type[H11Protocol]:
         _headers_due: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
-            super().connection_made(transport)
+            super().connection_made(LingeringTransport(transport, self.loop))  # type: ignore[arg-type]
             if len(self.connections) > most:
                 self._refuse(unavailable(f"the server has {most} connections, its most; try again later"))
             else:

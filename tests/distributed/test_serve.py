@@ -1,0 +1,215 @@
+"""``megakv serve`` from end to end: clients as they are, two ranks, endings of every kind, and a store that stays."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.distributed.launch import run_command
+from tests.distributed.models import prose, save_model
+from tests.distributed.serving import END_S, NAME, START_S, Server
+
+LONG = 400
+PROMPT = 150
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), chat=True)
+
+
+def plain_answer(model: Path, text: str, count: int) -> str:
+    """What plain transformers answers to a chat's first message."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    messages = [{"role": "user", "content": text}]
+    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt").input_ids
+    with torch.inference_mode():
+        made = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=count, do_sample=False)
+    answer: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
+    return answer
+
+
+def ask(server: Server, text: str, count: int, **options: Any) -> Any:
+    messages: Any = [{"role": "user", "content": text}]
+    create = server.client().chat.completions.create
+    return create(model=NAME, messages=messages, max_tokens=count, temperature=0, **options)
+
+
+def streamed(server: Server, text: str, into: list[Any]) -> None:
+    """An answer that takes some time, and what ended it."""
+    try:
+        for chunk in ask(server, text, LONG, stream=True, extra_body={"ignore_eos": True}):
+            into.append(chunk.choices[0].finish_reason if chunk.choices else None)
+    except (openai.APIError, httpx.HTTPError) as error:
+        into.append(error)
+
+
+def chat_of_transformers(server: Server, *lines: str) -> str:
+    """What transformers' own client prints."""
+    words = [
+        Path(sys.executable).parent / "transformers",
+        "chat",
+        NAME,
+        server.url,
+        "max_new_tokens=6",
+        "do_sample=False",
+    ]
+    done = subprocess.run(
+        list(map(str, words)),
+        input="\n".join([*lines, "!exit", ""]),
+        capture_output=True,
+        text=True,
+        timeout=START_S,
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_clients_as_they_are_and_an_orderly_end(model: Path, tmp_path: Path) -> None:
+    report, page = tmp_path / "report.json", tmp_path / "page.html"
+    words = [
+        "--cp",
+        2,
+        "--dtype",
+        "fp32",
+        "--json",
+        report,
+        "--report",
+        page,
+        "--kv-tokens",
+        20_000,
+        "--wandb",
+        "serving",
+    ]
+    env = {"WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    with Server(tmp_path / "server", model, *words, env=env) as server:
+        text = prose(PROMPT)
+        first, second = (ask(server, text, 8) for _ in range(2))
+        expected = plain_answer(model, text, 8)
+        assert first.choices[0].message.content == second.choices[0].message.content == expected
+        assert first.usage.prompt_tokens_details.cached_tokens == 0
+        assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1
+        question = prose(4)
+        shown = chat_of_transformers(server, question)
+        assert plain_answer(model, question, 6) in " ".join(shown.split()), shown
+        assert len(server.get("/status").json()["memory_bytes"]) == 2
+        assert 'megakv_memory_bytes{rank="1"}' in server.get("/metrics").text
+        parts: list[Any] = []
+        reader = threading.Thread(target=streamed, args=(server, prose(5), parts))
+        reader.start()
+        while len(parts) < 3:
+            assert reader.is_alive()
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        refused = wait_for_refusal(server)
+        assert refused.status_code == 503 and refused.json()["error"]["code"] == "unavailable"
+        with pytest.raises(openai.InternalServerError, match="the server is ending"):
+            ask(server, "aa", 2)
+        reader.join(END_S)
+        # All of it came, though the server was asked to end in the midst.
+        assert parts[-1] == "length" and len(parts) > LONG / 2
+        assert server.process.wait(END_S) == 0, server.stderr
+        assert "Traceback" not in server.stderr and "error" not in server.stderr, server.stderr
+    served = json.loads(report.read_text())["served"]
+    assert served["requests"] >= 4 and served["hit_tokens"] >= PROMPT and len(served["ttft_s"]) >= 4
+    assert served["moments"] and served["kv_tokens"]["device"] > 0 and served["new_tokens"] > LONG
+    assert "hit rate" in page.read_text() and "Served: queue" in page.read_text()
+    assert f"report: {page}" in server.stdout and list(tmp_path.glob("wandb/offline-run-*"))
+
+
+def wait_for_refusal(server: Server) -> httpx.Response:
+    deadline = time.monotonic() + END_S
+    while (answer := server.get("/health")).status_code == 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return answer
+
+
+def test_what_was_read_is_there_after_a_kill_on_another_mesh(model: Path, tmp_path: Path) -> None:
+    text, store = prose(PROMPT), ["--dtype", "fp32", "--store", tmp_path / "store", "--store-gb", 1]
+    with Server(tmp_path / "first", model, "--cp", 2, *store) as server:
+        ask(server, text, 4)
+        deadline = time.monotonic() + END_S
+        while not server.get("/status").json()["kv_tokens"].get("disk", 0) >= PROMPT:
+            assert time.monotonic() < deadline, server.get("/status").text
+            time.sleep(0.1)
+        for rank in server.ranks:
+            rank.kill()
+        assert server.process.wait(END_S) == 1
+    with Server(tmp_path / "second", model, "--cp", 1, *store) as server:
+        answer = ask(server, text, 4)
+        assert answer.choices[0].message.content == plain_answer(model, text, 4)
+        assert answer.usage.prompt_tokens_details.cached_tokens >= PROMPT - 8
+        assert server.end(signum=signal.SIGINT) == 0
+
+
+def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        parts: list[Any] = []
+        reader = threading.Thread(target=streamed, args=(server, prose(5), parts))
+        reader.start()
+        while len(parts) < 3:
+            assert reader.is_alive()
+            time.sleep(0.01)
+        assert len(server.ranks) == 2
+        server.ranks[1].kill()
+        reader.join(END_S)
+        assert isinstance(parts[-1], openai.APIError | httpx.HTTPError), parts[-1]
+        assert server.process.wait(END_S) == 1
+        assert "Traceback" not in server.stderr, server.stderr
+
+
+def test_asked_twice_it_ends_at_once(model: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        parts: list[Any] = []
+        reader = threading.Thread(target=streamed, args=(server, prose(5), parts))
+        reader.start()
+        while not parts:
+            assert reader.is_alive()
+            time.sleep(0.01)
+        server.process.send_signal(signal.SIGTERM)
+        wait_for_refusal(server)
+        assert server.end() == 128 + signal.SIGTERM
+        reader.join(END_S)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--host", "0.0.0.0"], "--host 0.0.0.0 without --api-key-file"),
+        (["--port", "70000"], "--port 70000: allowed"),
+        (["--api-key-file", "none"], "--api-key-file none cannot be read"),
+        (["--max-gap", "0"], "max_gap_s = 0.0: allowed"),
+        (["--decode-share", "1"], "decode_share = 1.0: allowed"),
+        (["--max-queue", "-1"], "max_queue = -1: allowed"),
+        (["--max-body-mb", "0"], "max_body_bytes = 0: allowed"),
+        (["--cp", "0"], "--cp 0: allowed"),
+    ],
+)
+def test_what_cannot_be_is_said_before_ranks_start(words: list[str], problem: str) -> None:
+    done = run_command([sys.executable, "-m", "megakv", "serve", "none", *words], timeout=60)
+    assert done.returncode == 1 and not done.leftovers
+    assert done.stderr.startswith("megakv: error: ") and problem in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_port_that_is_taken(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        words = [sys.executable, "-m", "megakv", "serve", str(model), "--cp", "2", "--port", str(port)]
+        done = run_command(words, timeout=START_S)
+    assert done.returncode == 1 and not done.leftovers
+    assert f"--port {port}: cannot listen there" in done.stderr and done.stderr.count("megakv: error") == 1, done.stderr
