@@ -1,10 +1,10 @@
 // Attention of many query rows, for processors: flash attention whose products run at the rate of multiply-adds.
 //
 // A block of query rows, of all heads that share a KV head, meets a tile of keys at a time. Keys and values of a tile
-// are widened to float32 once for the block: a processor that has multiply-adds of float32 twice as often as those of
-// pairs of bfloat16 is as fast with them, and weights lose nothing. Scores are held with query rows in the lanes of
-// vectors, so that maxima and sums over keys, masks and exponentials need no work across lanes, and neither keys nor
-// weights are transposed.
+// are made cells once for the block: numbers of float32, so that weights lose nothing, and a processor that has their
+// multiply-adds twice as often as those of pairs of bfloat16 is as fast; or such pairs. Scores are held with query rows
+// in the lanes of vectors, so that maxima and sums over keys, masks and exponentials need no work across lanes, and
+// neither keys nor weights are transposed.
 
 #include <algorithm>
 #include <cmath>

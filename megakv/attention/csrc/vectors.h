@@ -99,8 +99,8 @@ inline Floats larger(Floats left, Floats right) {
 #endif
 }
 
-// 2^x within two units of the last place. Where that is below the smallest normal number it is about that number:
-// products with smaller ones are slow.
+// 2^x within two and a half units of the last place. Where that is below the smallest normal number it is about that
+// number: products with smaller ones are slow.
 inline Floats power_of_two(Floats x) {
   x = larger(all(-126.0f), x);
 #if LANES == 16 && defined(__AVX512DQ__)
@@ -110,11 +110,10 @@ inline Floats power_of_two(Floats x) {
   const Floats shifted = (x - 0.5f) + rounding;
   const Floats r = x - (shifted - rounding);
 #endif
-  Floats p = r * 0.00021702256f + 0.0012439687f;
-  p = p * r + 0.009678841f;
-  p = p * r + 0.05548334f;
-  p = p * r + 0.24022983f;
-  p = p * r + 0.693147f;
+  Floats p = r * 0.00186713005f + 0.00901703071f;
+  p = p * r + 0.0557999127f;
+  p = p * r + 0.240164444f;
+  p = p * r + 0.693151295f;
   p = p * r + 1.0f;
 #if LANES == 16 && defined(__AVX512DQ__)
   return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);

@@ -15,13 +15,18 @@ from megakv.attention.reference import Alibi, dense_attention
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module", params=["here", "AVX2", "none"])
+@pytest.fixture(scope="module", params=["widened", "pairs", "AVX2", "none"])
 def kernel(request, tmp_path_factory):
     found, reason = load_prefill()
     if found is None:
         pytest.skip(f"no compiled kernel: {reason}")
-    if request.param == "here":
-        return found
+    if request.param == "widened":
+        return PrefillKernel(library.library("prefill"), pairs=False)
+    if request.param == "pairs":
+        try:
+            return PrefillKernel(library.library("prefill"), pairs=True)
+        except OSError as error:
+            pytest.skip(str(error))
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("a processor without AVX2")
     compiler = shutil.which("c++")
@@ -59,10 +64,15 @@ def random_ranges(rng, rows, keys):
     return (low, high), torch.from_numpy(visible)
 
 
-def assert_close(actual, expected, tolerance=3e-6):
+def assert_close(actual, expected, tolerance=3e-6, rounded=False):
+    """Where weights are rounded to bfloat16, outputs differ by a unit or two of its last place, log-sum-exps do not."""
     assert actual[0].dtype == actual[1].dtype == torch.float32
-    for found, true in zip(actual, expected, strict=True):
-        torch.testing.assert_close(found.double(), true, rtol=tolerance, atol=tolerance)
+    for found, true, bound in zip(actual, expected, (2**-7 if rounded else tolerance, tolerance), strict=True):
+        torch.testing.assert_close(found.double(), true, rtol=bound, atol=bound)
+
+
+def rounds(kernel, dtype):
+    return kernel.pairs and dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -72,15 +82,17 @@ def test_it_agrees_with_the_reference(kernel, threads):
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         for rows, keys in shapes * 3:
             q, k, v = random_case(generator, rows=rows, keys=keys)
-            scale = q.shape[2] ** -0.5
+            scale, rounded = q.shape[2] ** -0.5, rounds(kernel, q.dtype)
             assert kernel.computes(q, k, v, scale)
-            assert_close(pool.submit(kernel, q, k, v, scale).result(), dense_attention(q, k, v, scale))
+            assert_close(
+                pool.submit(kernel, q, k, v, scale).result(), dense_attention(q, k, v, scale), rounded=rounded
+            )
             triangle = torch.ones(rows, keys, dtype=torch.bool).tril()
             expected = dense_attention(q, k, v, scale, visible_LS=triangle)
-            assert_close(pool.submit(kernel, q, k, v, scale, causal=True).result(), expected)
+            assert_close(pool.submit(kernel, q, k, v, scale, causal=True).result(), expected, rounded=rounded)
             ranges, visible = random_ranges(rng, rows, keys)
             masked = pool.submit(kernel, q, k, v, scale, ranges=ranges).result()
-            assert_close(masked, dense_attention(q, k, v, scale, visible_LS=visible))
+            assert_close(masked, dense_attention(q, k, v, scale, visible_LS=visible), rounded=rounded)
             blind = ~visible.any(1)
             assert masked[0][:, blind].eq(0).all()
             assert masked[1][:, blind].eq(-torch.inf).all()
@@ -101,7 +113,8 @@ def test_squares_windows_caps_and_biases(kernel):
             expected = dense_attention(
                 q, k, v, 0.2, visible_LS=visible, softcap=softcap, bias_HLS=bias if sloped else None
             )
-            assert_close(kernel(q, k, v, 0.2, ranges=(low, high), **given), expected, 6e-6)
+            found = kernel(q, k, v, 0.2, ranges=(low, high), **given)
+            assert_close(found, expected, 6e-6, rounded=rounds(kernel, q.dtype))
 
 
 def test_scores_far_apart(kernel):
@@ -140,8 +153,10 @@ def test_what_is_not_a_number_is_not_hidden(kernel):
 
 
 @pytest.mark.parametrize("gap", [0.0, 100.0])
-def test_16_bits_lose_nothing(kernel, gap):
-    """Weights are not rounded to 16 bits, nor outputs: a hundredth of the error of PyTorch's kernel in 16 bits."""
+def test_errors_of_16_bits(kernel, gap):
+    """Against PyTorch's kernel in 16 bits: a hundredth of its error where weights and outputs are not rounded to them, and
+    no more where weights are, to pairs of bfloat16.
+    """
     generator = torch.Generator().manual_seed(int(gap))
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     for group, dim in ((1, 64), (3, 64), (8, 128)):
@@ -156,16 +171,18 @@ def test_16_bits_lose_nothing(kernel, gap):
             theirs = call(*copies, 0.0, False, scale=scale)
             for own, their, exact in zip(kernel(*inputs, scale), theirs, true, strict=True):
                 errors = [(x.double() - exact).square().mean().sqrt().item() for x in (own, their[0])]
-                assert errors[0] <= (0.01 if own.dim() == 3 else 1.05) * errors[1]
+                exactly = own.dim() == 3 and not rounds(kernel, dtype)
+                assert errors[0] <= (0.01 if exactly else 1.05) * errors[1]
 
 
 def test_any_strides(kernel):
     generator = torch.Generator().manual_seed(1)
     q, k, v = random_case(generator, rows=70, keys=90)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    assert_close(kernel(*strided, 0.25), dense_attention(q, k, v, 0.25))
+    rounded = rounds(kernel, q.dtype)
+    assert_close(kernel(*strided, 0.25), dense_attention(q, k, v, 0.25), rounded=rounded)
     shared = k[:1].expand(len(k), -1, -1)
-    assert_close(kernel(q, shared, v, 0.25), dense_attention(q, shared, v, 0.25))
+    assert_close(kernel(q, shared, v, 0.25), dense_attention(q, shared, v, 0.25), rounded=rounded)
 
 
 def test_what_it_does_not_compute(kernel):
@@ -191,7 +208,7 @@ def test_attention_goes_through_it(monkeypatch):
 
 
 def test_powers_of_two(tmp_path):
-    """All kinds of numbers between the smallest normal one and 2^127: two units of the last place at most."""
+    """All kinds of numbers between the smallest normal one and 2^127: two and a half units of the last place at most."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler in the path")
@@ -212,4 +229,4 @@ def test_powers_of_two(tmp_path):
         y = np.empty_like(x)
         call(ctypes.c_void_p(x.ctypes.data), ctypes.c_void_p(y.ctypes.data), ctypes.c_long(len(x)))
         true = np.exp2(x.astype(np.float64))
-        assert (np.abs(y - true) / np.spacing(true.astype(np.float32))).max() <= 2
+        assert (np.abs(y - true) / np.spacing(true.astype(np.float32))).max() <= 2.5
