@@ -81,10 +81,12 @@ class Steps(LogitsProcessor):
     def __init__(self, cuda: FakeCuda):
         self._cuda = cuda
         self.marks: list[int] = []
+        self.varlen: list[int] = []
         cuda.truth = False
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.marks.append(len(self._cuda.waits))
+        self.varlen.append(self._cuda.varlen)
         self._cuda.truth = len(self.marks) > STEPS
         return scores
 
@@ -172,7 +174,7 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
         error = "".join(traceback.format_exception(problem))
     finally:
         stop_distributed()
-    marks = [*steps.marks, 0, 0]
+    marks, varlen = [*steps.marks, 0, 0], [*steps.varlen, 0, 0]
     step = Counter(cuda.waits[marks[STEPS - 2] : marks[STEPS - 1]]) if len(steps.marks) >= STEPS else Counter()
     own = {wait: count for wait, count in step.items() if wait.place.startswith("megakv/")}
     return {
@@ -181,6 +183,7 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
         "error": error,
         "waits_per_step": sum(own.values()),
         "most": path.most,
+        "varlen_calls": varlen[STEPS - 1] - varlen[STEPS - 2],
         "waits_of_transformers": sum(step.values()) - sum(own.values()),
         "where": _shown(step),
         "waits_of_the_prompt": marks[0],

@@ -38,6 +38,8 @@ ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cuda", 0)
 READS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
 """Operations that give Python a number."""
+VARLEN = {aten._flash_attention_forward.default, aten._efficient_attention_forward.default}
+"""Attention to runs of any lengths."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,15 @@ class FakeCuda(TorchDispatchMode):
         In order.
     truth : bool
         What a truth value on the device is found to be.
+    varlen : int
+        Calls of attention to runs of any lengths.
     """
 
     def __init__(self, fake: FakeTensorMode):
         super().__init__()
         self.waits: list[Wait] = []
         self.truth = False
+        self.varlen = 0
         self._fake = fake
         self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._registered: list[tuple[int, int]] = []
@@ -105,6 +110,7 @@ class FakeCuda(TorchDispatchMode):
             with unset_fake_temporarily():
                 found = func(*args, **kwargs)
                 return self._pin(found) if pin else found
+        self.varlen += func in VARLEN
         if func in READS:
             self.wait(func._opname)
             return self._number(args[0]) if func is aten._local_scalar_dense.default else True

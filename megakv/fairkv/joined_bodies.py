@@ -63,13 +63,17 @@ def stretches(bodies: Sequence[RaggedBody]) -> list[tuple[int, int]]:
     """First and last, exclusively, of those that lie one behind the other in one memory."""
     found: list[tuple[int, int]] = []
     for at, body in enumerate(bodies):
-        before = bodies[at - 1] if at else None
-        follows = isinstance(body, JoinedBody) and isinstance(before, JoinedBody)
-        if follows and body.joined is before.joined and body.place == before.place + 1:
+        if at and _follows(bodies[at - 1], body):
             found[-1] = found[-1][0], at + 1
         else:
             found.append((at, at + 1))
     return found
+
+
+def _follows(first: RaggedBody, second: RaggedBody) -> bool:
+    if not (isinstance(first, JoinedBody) and isinstance(second, JoinedBody)):
+        return False
+    return first.joined is second.joined and first.place + 1 == second.place
 
 
 def rows_of(bodies: Sequence[RaggedBody]) -> tuple[Tensor, Tensor, KeyRuns]:

@@ -72,8 +72,12 @@ def attend_heads(
 
 
 def _fits(q_HLD: Tensor, body: object) -> bool:
-    fits = isinstance(body, RaggedBody) and body.dtype == q_HLD.dtype and body.key_dim == q_HLD.shape[2]
-    return fits and body.k_nD.device == q_HLD.device
+    return (
+        isinstance(body, RaggedBody)
+        and body.dtype == q_HLD.dtype
+        and body.key_dim == q_HLD.shape[2]
+        and body.k_nD.device == q_HLD.device
+    )
 
 
 def _takes(q_HLD: Tensor, part: KVPart, slot: int, scoring: Scoring) -> bool:
