@@ -39,6 +39,9 @@ class ShardedCache(TransformersCache):
     sequences were compressed again. Where the cache does not forget (`forgets`), nothing is freed.
     """
 
+    outlives = False
+    """Whether what is cached is of use after a pass that failed: then no rank may keep one that another has not."""
+
     def __init__(
         self,
         layers: int,

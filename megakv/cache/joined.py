@@ -67,6 +67,8 @@ class JoinedCache(ShardedCache):
     adds is the members'; if it fails they are as before.
     """
 
+    outlives = True
+
     def __init__(self, members: Sequence[ShardedCache]):
         first = members[0]
         super().__init__(len(first), size=first.size, rank=first.rank)

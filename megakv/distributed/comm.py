@@ -351,6 +351,10 @@ class Communicator:
         """Wait for all ranks."""
         self.gather_objects(None)
 
+    def confirm(self) -> None:
+        """Go on when every rank has computed all that it was asked for so far: one small message to each."""
+        self.all_gather(self.device_tensor([0]), "world", operation="control", layer=None).cpu()
+
     def device_tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """A small tensor where collectives can reach it."""
         return torch.tensor(values, dtype=dtype, device=self.mesh.device)

@@ -195,6 +195,8 @@ class ForwardHooks:
             return None
         try:
             logits = self._after_pieces(step, self._share(step, output.logits))
+            if step.cache.outlives:
+                self._runtime.comm.confirm()
         except BaseException:
             # Another rank's model did.
             step.cache.undo()
