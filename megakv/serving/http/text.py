@@ -8,10 +8,10 @@ from transformers import PreTrainedTokenizerBase
 
 MOST_TOKENS = 32
 """Tokens that are decoded together; those before them are text for good."""
-CONTEXT_TOKENS = 8
+CONTEXT_TOKENS = 4
 """Of them, those that remain when it gets more: a tokenizer may treat a text's first token otherwise."""
-MOST_BROKEN = 3
-"""Bytes of a character that has not come whole, each of which may be shown as one that is broken."""
+MOST_WAITING = 8
+"""Tokens that may wait for the rest of a character, which has four bytes at most: what is longer is none."""
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -22,22 +22,23 @@ class Detokenizer:
         self._tokenizer, self._special = tokenizer, special
         self._tokens: list[int] = []
         self._given = 0  # Letters of these tokens' text that were given out.
-        self._whole = 0  # Of these tokens, so many end with a whole character, and some others follow.
+        self._ends = [0]  # So many of these tokens ended with a whole character.
 
     def add(self, token: int) -> str:
         """What the text has more by one more token."""
-        before, clean = len(self._tokens), self._given == len(self._text())
         self._tokens.append(token)
-        text = self._text()
-        if clean and 0 < before <= MOST_TOKENS - CONTEXT_TOKENS:
-            self._whole = before
-        broken = len(text) - len(text.rstrip(BROKEN))
-        new = self._give(text[: len(text) - min(broken, MOST_BROKEN)])
-        if len(self._tokens) >= MOST_TOKENS and (not broken or len(self._tokens) >= 2 * MOST_TOKENS):
-            new += self._give(text)
+        text, count = self._text(), len(self._tokens)
+        if text.endswith(BROKEN):
+            if count - self._ends[-1] <= MOST_WAITING:
+                return ""
+            new = self._give(text)
+            self._keep(count)
+            return new
+        self._ends.append(count)
+        new = self._give(text)
+        if count >= MOST_TOKENS:
             # Beginning within a character, what follows would look broken.
-            del self._tokens[: self._whole or -CONTEXT_TOKENS]
-            self._given, self._whole = len(self._text()), 0
+            self._keep(max(end for end in self._ends if end <= count - CONTEXT_TOKENS))
         return new
 
     def end(self) -> str:
@@ -49,6 +50,12 @@ class Detokenizer:
             self._tokens, skip_special_tokens=not self._special, clean_up_tokenization_spaces=False
         )
         return text
+
+    def _keep(self, first: int) -> None:
+        """Go on from a later token, at which all is given out."""
+        del self._tokens[:first]
+        self._given = len(self._text())
+        self._ends = [0, *(end - first for end in self._ends if end > first)]
 
     def _give(self, text: str) -> str:
         new = text[self._given :]

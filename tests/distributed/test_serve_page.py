@@ -1,0 +1,83 @@
+"""The page in a real browser: a document is read, asked about, streamed and found kept; without a key, nothing."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.browser import NAMES, Browser, find_browser
+from tests.distributed.models import prose, save_model
+from tests.distributed.serving import Server
+
+KEY = "the-key-of-this-test-1"
+DOCUMENT = 300
+
+
+@pytest.fixture
+def browser() -> Iterator[Browser]:
+    program = find_browser()
+    if program is None:
+        pytest.skip(f"none of {', '.join(NAMES)} is on the PATH (Debian: apt install chromium)")
+    with Browser(program) as browser:
+        yield browser
+
+
+def fill(browser: Browser, name: str, text: str) -> None:
+    script = f"const e = document.getElementById({json.dumps(name)}); e.value = {json.dumps(text)}"
+    browser.run(f"(() => {{ {script}; for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind)) }})()")
+
+
+def turns(count: int) -> str:
+    """Whether so many questions have been answered to their ends."""
+    return f"document.querySelectorAll('.turn').length === {count} && !document.getElementById('ask').disabled"
+
+
+def test_a_document_is_read_once_and_asked_about(browser: Browser, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEY + "\n")
+    model = save_model(tmp_path / "model", chat=True)
+    words = ["--cp", 2, "--api-key-file", keys, "--chunk-tokens", 32, "--kv-tokens", 20_000]
+    with Server(tmp_path / "server", model, *words) as server:
+        browser.open(server.url)
+        browser.wait_for("document.getElementById('model').textContent.includes('wants an API key')")
+        assert browser.run("!document.getElementById('keyrow').hidden")
+        # The refusal is in the console; nothing else is to be.
+        assert all("401" in error for error in browser.errors), browser.errors
+        browser.errors.clear()
+        fill(browser, "key", KEY)
+        browser.wait_for("document.getElementById('model').textContent.startsWith('tiny, up to 512 tokens')")
+        fill(browser, "document", prose(DOCUMENT))
+        assert browser.run("document.getElementById('size').textContent") == f"{3 * DOCUMENT - 1} characters"
+        fill(browser, "question", "<b>aa</b> bb")
+        fill(browser, "most", "20")
+        browser.run("window.seen = []; window.timer = setInterval(() => seen.push(progress.textContent), 2)")
+        browser.run("document.getElementById('ask').click()")
+        browser.wait_for(turns(1))
+        text = browser.run("document.querySelector('.turn').innerText")
+        assert "<b>aa</b> bb" in text and "first word after" in text and "20 generated" in text, text
+        assert "0 of them cached" in text
+        assert browser.run("document.querySelector('.answer').textContent.split(' ').length") == 20
+        seen = browser.run("clearInterval(timer), seen.filter((text) => text.includes('tokens read'))")
+        assert seen and any("to go" in each for each in seen), seen
+        fill(browser, "question", "cc dd")
+        browser.run("document.getElementById('ask').click()")
+        browser.wait_for(turns(2))
+        text = browser.run("document.querySelectorAll('.turn')[1].innerText")
+        cached = int(text.partition(" of them cached")[0].rpartition(" ")[2])
+        assert cached >= DOCUMENT, text
+        browser.wait_for("document.querySelectorAll('#documents td').length >= 5")
+        assert browser.run("document.querySelectorAll('#ranks td').length") == 4
+        assert "tokens kept" in browser.run("document.getElementById('load').textContent")
+        # A long answer can be stopped.
+        browser.run("document.getElementById('anew').click()")
+        assert browser.run("document.querySelectorAll('.turn').length") == 0
+        fill(browser, "document", "")
+        fill(browser, "question", "ee ff")
+        fill(browser, "most", "400")
+        browser.run("document.getElementById('ask').click()")
+        browser.wait_for("document.querySelector('.answer')?.textContent.length > 0")
+        browser.run("document.getElementById('stop').click()")
+        browser.wait_for("document.querySelector('.error')?.textContent.startsWith('Stopped')")
+        assert not browser.errors, browser.errors
+        assert server.end() == 0
