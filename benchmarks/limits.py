@@ -1,5 +1,5 @@
 """How near the kernels of prompts and decoding come to what the machine can do at all: its rates of matrix products and
-of reading memory; and what a token takes beside them, against plain transformers.
+of reading memory; what a token takes beside them, against plain transformers; and on ranks that share the cores.
 
 Every part is a file of its own in the harness: it measures, and says what of it is the summary and what the pictures.
 """
@@ -14,7 +14,7 @@ from typing import Any
 from harness.launch import Rows, Summary, benchmark_alone
 from harness.options import DTYPES, Options
 
-PARTS = ("attention", "products", "around")
+PARTS = ("attention", "products", "around", "decoding")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,7 +31,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.numbers("--groups", "1,3,8", "attention: query heads that share a KV head")
     options.add("--heads", 8, "attention: query heads, or the next multiple of the group below")
     options.add("--weights-mb", {"": 256, "quick": 16}, "products: MiB of weights in a round, more than caches hold")
-    options.add("--context", {"": 7900, "quick": 500}, "around: cached tokens of the model of SmolLM2's shape")
+    options.add(
+        "--context", {"": 7900, "quick": 500}, "around, decoding: cached tokens of the model of SmolLM2's shape"
+    )
     arguments = options.parse(argv)
     if arguments.groups[-1] > arguments.heads:
         options.error(f"--heads {arguments.heads} is less than --groups {arguments.groups[-1]}")
@@ -39,10 +41,15 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
-    from harness import limits_around, limits_attention, limits_products
+    from harness import limits_around, limits_attention, limits_decoding, limits_products
     from harness.publish import show_summary
 
-    parts = {"attention": limits_attention, "products": limits_products, "around": limits_around}
+    parts = {
+        "attention": limits_attention,
+        "products": limits_products,
+        "around": limits_around,
+        "decoding": limits_decoding,
+    }
     rows: Rows = []
     summary: Summary = {}
     charts: list[Any] = []

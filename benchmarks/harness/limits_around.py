@@ -85,8 +85,8 @@ def small(dtype: str, owned: ExitStack) -> dict[str, Generate]:
     ids = random_ids(SMALL.vocab_size, PROMPT, torch.device("cpu"))
     engine = owned.enter_context(megakv.init_inference(twin(model), {"dtype": dtype}))
     return {
-        "seconds": lambda steps: _timed(engine.generate, ids, steps),
-        "plain_seconds": lambda steps: _timed(model.generate, ids, steps, past_key_values=DynamicCache()),
+        "seconds": lambda steps: timed(engine.generate, ids, steps),
+        "plain_seconds": lambda steps: timed(model.generate, ids, steps, past_key_values=DynamicCache()),
     }
 
 
@@ -100,19 +100,19 @@ def long(dtype: str, context: int, owned: ExitStack) -> dict[str, Generate]:
 
     def own(steps: int) -> list[float]:
         shard.cut_back(context)
-        return _timed(lambda ids, **options: engine.generate_into(shard, ids, **options), ids, steps)
+        return timed(lambda ids, **options: engine.generate_into(shard, ids, **options), ids, steps)
 
     def plain(cache: Any) -> Generate:
         def generate(steps: int) -> list[float]:
             cache.rewind()
-            return _timed(model.generate, ids, steps, past_key_values=cache)
+            return timed(model.generate, ids, steps, past_key_values=cache)
 
         return generate
 
     return {"seconds": own, "plain_seconds": plain(copying), "in_place_seconds": plain(in_place)}
 
 
-def _timed(generate: Callable[..., Any], ids: Tensor, steps: int, **options: Any) -> list[float]:
+def timed(generate: Callable[..., Any], ids: Tensor, steps: int, **options: Any) -> list[float]:
     watch, mask = Stopwatch(), torch.ones_like(ids)
     generate(ids, attention_mask=mask, max_new_tokens=steps + 1, do_sample=False, streamer=watch, **options)
     return watch.steps()

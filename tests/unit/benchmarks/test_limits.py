@@ -68,10 +68,21 @@ def test_a_token_beside_transformers_own(tmp_path: Path) -> None:
     assert len(long["in_place_seconds"]) == 1
 
 
+@pytest.mark.full
+def test_a_token_of_two_ranks_beside_one_s(tmp_path: Path) -> None:
+    path = tmp_path / "limits.json"
+    done = run("--parts", "decoding", "--context", "50", "--dtypes", "bf16", "--repeats", "1", "--json", path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    (row,) = report["rows"]
+    assert row["ratio"]["value"] == pytest.approx(row["cp2_seconds"][0] / row["seconds"][0])
+    assert report["summary"]["ttit_cp2_over_one"] == {"bf16": row["ratio"]["value"]}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "nothing"], "--parts nothing: allowed: each of attention, products, around once"),
+        (["--parts", "nothing"], "--parts nothing: allowed: each of attention, products, around, decoding once"),
         (["--heads", "4"], "--heads 4 is less than --groups 8"),
         (["--keys", "0"], "--keys 0: allowed: whole numbers from 1 on"),
     ],
