@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +13,8 @@ from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
 from megakv.distributed.direct import MESSAGE_BYTES, cores_suffice, exchange
-from megakv.distributed.failures import Failures, broke
+from megakv.distributed.failures import Failures
+from megakv.distributed.guard import Guard
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import Mesh
@@ -110,29 +110,15 @@ class Communicator:
             self.watch.sever()
         self.mesh.end()
 
-    @contextmanager
-    def guard(self, peers: Sequence[int], operation: str, layer: int | None, *, spins: bool = False) -> Iterator[None]:
-        """Turn a broken connection or a time-out into an error that names the lost rank and what was going on.
-
-        Where another rank gave up, its error comes instead. Any other error stays what it is. An operation that `spins`
-        would never end by itself.
-        """
-        where = operation if layer is None else f"{operation} of layer {layer}"
-        try:
-            self.watch.check(where)
-            with self.watch.waiting(where, spins=spins):
-                yield
-        except BaseException as error:
-            # Others may hold half of what was exchanged.
-            self.failures.inside = True
-            if not broke(error):
-                raise
-            raise self.watch.explain(error, peers, where) from error
+    def guard(self, peers: Sequence[int], operation: str, layer: int | None, *, spins: bool = False) -> Guard:
+        """What is to be around an operation with some ranks."""
+        return Guard(self.watch, peers, operation, layer, spins)
 
     def _members(self, over: Over) -> tuple[dist.ProcessGroup | None, Sequence[int]]:
         """A group, None where it has one rank, and its world ranks."""
-        ranks = {"world": range(self.mesh.world_size), "cp": self.mesh.cp_ranks, "tp": self.mesh.tp_ranks}
-        return self.mesh.group(over), ranks[over]
+        mesh = self.mesh
+        ranks = mesh.cp_ranks if over == "cp" else mesh.tp_ranks if over == "tp" else range(mesh.world_size)
+        return mesh.group(over), ranks
 
     def _collective(
         self,
@@ -231,7 +217,7 @@ class Communicator:
                 all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
                 return
             whole, others = tensor.contiguous(), [(index, rank) for index, rank in enumerate(ranks) if rank != own]
-            gathered[ranks.index(own)] = whole
+            gathered[ranks.index(own)].copy_(whole)
             self._exchange({rank: whole for _, rank in others}, {rank: gathered[index] for index, rank in others})
 
         self._collective(gather, over, operation, layer, tensor.nbytes * (len(ranks) - 1))

@@ -8,6 +8,7 @@ where ranks have no core each.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import secrets
 import select
@@ -17,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -87,22 +87,12 @@ def exchange(
     begun = 0.0
     try:
         while True:
-            for peer, rest in tuple(out.items()):
-                if not len(rest := _sent(links[peer], rest)):
-                    del out[peer]
-                else:
+            for peer in [*out]:
+                if len(rest := _sent(links[peer], out.pop(peer))):
                     out[peer] = rest
-            for peer, rest in tuple(into.items()):
-                try:
-                    count = links[peer].recv_into(rest)
-                except BlockingIOError:
-                    continue
-                if not count:
-                    raise dist.DistNetworkError(f"Connection closed by rank {peer}")
-                if count == len(rest):
-                    del into[peer]
-                else:
-                    into[peer] = rest[count:]
+            for peer in [*into]:
+                if len(rest := _received(links[peer], peer, into.pop(peer))):
+                    into[peer] = rest
             if not out and not into:
                 return
             now = time.perf_counter()
@@ -111,6 +101,9 @@ def exchange(
                 raise dist.DistNetworkError(f"Timed out after {timeout_s:g} s")
             if not spins or now - begun > SPIN_SECONDS:
                 _sleep(links, out, into, timeout_s - (now - begun))
+            else:
+                # Where there are more threads than cores, whoever is waited for may be waiting for this one.
+                os.sched_yield()
     except OSError as error:
         raise dist.DistNetworkError(f"Connection closed: {error}") from error
 
@@ -121,6 +114,17 @@ def _sent(link: socket.socket, rest: memoryview) -> memoryview:
         return rest[link.send(rest) :]
     except BlockingIOError:
         return rest
+
+
+def _received(link: socket.socket, peer: int, rest: memoryview) -> memoryview:
+    """What is left after receiving what has come."""
+    try:
+        count = link.recv_into(rest)
+    except BlockingIOError:
+        return rest
+    if not count:
+        raise dist.DistNetworkError(f"Connection closed by rank {peer}")
+    return rest[count:]
 
 
 def _sleep(links: Links, out: Mapping[int, Any], into: Mapping[int, Any], seconds: float) -> None:
@@ -134,4 +138,5 @@ def _sleep(links: Links, out: Mapping[int, Any], into: Mapping[int, Any], second
 
 def _bytes(tensor: Tensor) -> memoryview:
     """A contiguous tensor's memory."""
-    return tensor.view(-1).view(torch.uint8).numpy().data
+    assert tensor.is_contiguous()
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr()))

@@ -99,7 +99,7 @@ class Failures:
     @property
     def quiet(self) -> bool:
         """Whether nothing was heard that could matter."""
-        return not (self._told or self.lost)
+        return not self._told and not (self._gone and self.lost)
 
     def verdict(self, *, broken: bool = False) -> Failure | None:
         """The failure on whose account this rank has to give up; None if it can go on.

@@ -8,12 +8,11 @@ import socket
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -60,8 +59,7 @@ def _gone(pid: int) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class _Wait:
+class _Wait(NamedTuple):
     """An operation under way, which fails when a connection to a peer is over as a rule; one that `spins` never does.
 
     Gloo closes a broken connection, but a receive that begins just then may never hear of it, and would wait for
@@ -192,14 +190,17 @@ class PeerWatch:
 
     # Waits
 
-    @contextmanager
-    def waiting(self, operation: str, *, spins: bool = False) -> Iterator[None]:
-        """Watch over an operation: if it never hears that a peer is gone, the process ends, with a word about why."""
+    def enter_wait(self, operation: str, *, spins: bool = False) -> _Wait | None:
+        """Watch over an operation: if it never hears that a peer is gone, the process ends, with a word about why.
+
+        Returns what `leave_wait` wants to know.
+        """
         before, self._wait = self._wait, _Wait(operation, time.monotonic(), spins)
-        try:
-            yield
-        finally:
-            self._wait = before
+        return before
+
+    def leave_wait(self, before: _Wait | None) -> None:
+        """It is over."""
+        self._wait = before
 
     def look(self, stop: threading.Event) -> None:
         """Hear what there is to hear for a moment, and end waits that would not end by themselves."""

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from megakv.distributed.comm import Communicator, Over
 from megakv.forward_pass import ForwardPass
-from megakv.injection.linears import FewRowsForward, FewRowsLinears, few_rows, rows_product
+from megakv.injection.linears import FewRowsForward, FewRowsLinears
+from megakv.injection.weight_slice import Slice, cut_product, product
 from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention
 from megakv.weights.placement.plan import (
     beside_attention,
@@ -42,18 +43,6 @@ Pays = Callable[[dict[str, int]], dict[str, bool]]
 spared in a layer, and whether that takes more time than a message. All ranks hear the same."""
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
-    own = few_rows(x) and weight.stride(-1) == 1
-    return rows_product(x, weight, bias) if own else F.linear(x, weight, bias)
-
-
-def _cut(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) -> Tensor:
-    """The outputs of some runs of a weight's rows, one behind the other."""
-    parts = [product(x, weight[a:b], None if bias is None else bias[a:b]) for a, b in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-
-
 class GatheredRows:
     """Linears of one input, whose rows one behind the other are cut into as many runs as a group has ranks.
 
@@ -69,12 +58,12 @@ class GatheredRows:
         rows = [linear.weight.shape[0] for linear in linears]
         runs = [split_width(sum(rows), size, part) for part in range(size)]
         self._rows, self._widths = rows, [stop - start for start, stop in runs]
-        self._own: list[tuple[nn.Linear, int, int]] = []
+        self._own: list[Slice] = []
         first, (start, stop) = 0, runs[rank]
         for linear, count in zip(linears, rows, strict=True):
             a, b = max(start - first, 0), min(stop - first, count)
             if a < b:
-                self._own.append((linear, a, b))
+                self._own.append(Slice(linear, rows=(a, b)))
             first += count
         self._x: Tensor | None = None
         self._found: dict[int, Tensor] = {}
@@ -89,15 +78,16 @@ class GatheredRows:
         return found
 
     def _computed(self, x: Tensor) -> dict[int, Tensor]:
-        parts = [
-            product(x, linear.weight[a:b], None if linear.bias is None else linear.bias[a:b])
-            for linear, a, b in self._own
-        ]
+        parts = [part.product(x) for part in self._own]
         own = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
         if (missing := max(self._widths) - own.shape[-1]) > 0:
             own = F.pad(own, (0, missing))
         gathered = self._comm.all_gather(own, self._over, operation=self._operation, layer=self._layer)
-        whole = torch.cat([part[..., :width] for part, width in zip(gathered, self._widths, strict=True)], dim=-1)
+        if own.numel() == self._widths[-1]:
+            # Of one row all runs, which are equally long, lie one behind the other.
+            whole = gathered.view(*own.shape[:-1], -1)
+        else:
+            whole = torch.cat([part[..., :width] for part, width in zip(gathered, self._widths, strict=True)], dim=-1)
         outputs = whole.split(self._rows, dim=-1)
         return {id(linear): out.contiguous() for linear, out in zip(self._linears, outputs, strict=True)}
 
@@ -109,14 +99,15 @@ class SummedColumns:
     """
 
     def __init__(self, linear: nn.Linear, columns: tuple[int, int], comm: Communicator, layer: int):
-        self._linear, self._columns, self._comm, self._layer = linear, columns, comm, layer
+        self._columns, self._comm, self._layer = columns, comm, layer
+        self._own, self._inputs = Slice(linear, columns=columns), linear.weight.shape[1]
         self._over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
 
     def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
         start, stop = self._columns
-        x = x[..., start:stop] if x.shape[-1] == linear.weight.shape[1] else x
-        own = product(x, linear.weight[:, start:stop])
+        x = x[..., start:stop] if x.shape[-1] == self._inputs else x
+        own = self._own.product(x)
         out = self._comm.sum_in_order(own, self._over, operation="linear_sum", layer=self._layer)
         return out if linear.bias is None else (out + linear.bias).to(out.dtype)
 
@@ -124,12 +115,13 @@ class SummedColumns:
 class KeptRows:
     """A linear of which a rank computes some rows, which go on alone."""
 
-    def __init__(self, ranges: Ranges):
-        self._ranges = ranges
+    def __init__(self, linear: nn.Linear, ranges: Ranges):
+        self._own = [Slice(linear, rows=rows) for rows in ranges]
 
     def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """``[..., in]`` to the outputs of those rows."""
-        return _cut(x, linear.weight, linear.bias, self._ranges)
+        parts = [part.product(x) for part in self._own]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class SlicedExperts:
@@ -156,7 +148,7 @@ class SlicedExperts:
             if len(places):
                 up, up_bias = self._weight("gate_up_proj", expert)
                 down, down_bias = self._weight("down_proj", expert)
-                inner = experts._apply_gate(_cut(hidden_states[places // each], up, up_bias, self._rows))
+                inner = experts._apply_gate(cut_product(hidden_states[places // each], up, up_bias, self._rows))
                 out = product(inner, down[:, start:stop])
                 # Added once.
                 found[places] = out if down_bias is None or self._comm.mesh.cp_rank else out + down_bias
@@ -270,7 +262,7 @@ class LinearSlices:
         self._spare("feed_forward", *(linear.weight for linear in linears))
         for linear, spec in zip(linears, cut.values(), strict=True):
             assert spec.ranges is not None
-            part: Any = KeptRows(spec.ranges)
+            part: Any = KeptRows(linear, spec.ranges)
             if spec.dim == 1:
                 part = SummedColumns(linear, spec.ranges[0], self._comm, index)
             self._install([linear], part)

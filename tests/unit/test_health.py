@@ -120,17 +120,19 @@ megakv.distributed.peers.UNHEARD_SECONDS, megakv.distributed.peers.LOST_SECONDS 
 near, far = socket.socketpair()
 ended = threading.Event()
 watch = PeerWatch(0, [Peer.this(0), Peer(1, "there", 7, "")], 600, ended.set, HealthChannel(0, {1: near}))
-with watch.waiting("what goes on"):
-    print(ended.wait(1.0))
+before = watch.enter_wait("what goes on")
+print(ended.wait(1.0))
+watch.leave_wait(before)
 far.close()
-with watch.waiting("what can be broken off"):
-    print(ended.wait(60))
+before = watch.enter_wait("what can be broken off")
+print(ended.wait(60))
+watch.leave_wait(before)
 try:
     watch.check("the next step")
 except megakv.errors.PeerLostError as error:
     print(error, flush=True)
-with watch.waiting("what is deaf"):
-    time.sleep(60)
+watch.enter_wait("what is deaf")
+time.sleep(60)
 """
 
 
