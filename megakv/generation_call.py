@@ -169,7 +169,7 @@ class RankZero(StoppingCriteria, BaseStreamer):
         stop, plan, well = told
         if not well[0]:
             self.agreement.decide(self.check)
-        if not np.array_equal(found, own):
+        if found is not own and not np.array_equal(found, own):
             raise MegaKVError(
                 f"rank {self.comm.mesh.rank} chose other tokens than rank 0 at length {input_ids.shape[1]}: a logits "
                 "processor or prefix_allowed_tokens_fn gives different results on different ranks"

@@ -91,9 +91,9 @@ class PassPlanner:
         `proposed` of them are candidates.
         """
         size = workload.size
-        held = cache.table.counts() if cache.length else None
         if size == 1:
             return balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
+        held = cache.table.counts() if cache.length else None
         if self.decodes(workload, proposed):
             return self._decode_layout(new, workload, held)
         if self.divided and cache.length:

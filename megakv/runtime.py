@@ -16,6 +16,7 @@ from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.methods import METHODS
 from megakv.attention.reference import Scoring
 from megakv.attention.runahead import Runahead
+from megakv.attention.step import TokenStep, load_step, token_step
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
 from megakv.cache.shared_heads import SharedHeadsStore
@@ -60,6 +61,7 @@ class Runtime:
     last_layer: int | None = None
     """The layer whose results nobody but the output head reads, if the model has such a one."""
     _life: int = 0
+    _kernel: bool | None = None
 
     def __post_init__(self) -> None:
         self._forget()
@@ -129,7 +131,9 @@ class Runtime:
         narrow = self.last_layer is not None and turn is None and not watched and not decodes
         if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
             layout = layout.narrowed(asked)
+        plain = cache.length > 0 and self.replicas is None and turn is None and not (watched or evict)
         return ForwardPass(
+            token_step=token_step(layout, cache, self.comm) if plain and self._steps() else None,
             layout=layout,
             cache=cache,
             method=method,
@@ -144,6 +148,14 @@ class Runtime:
             watched=watched,
             generation=self.generation,
         )
+
+    def _steps(self) -> bool:
+        """Whether every rank has the kernel of `TokenStep`: they exchange what it finds."""
+        if self._kernel is None:
+            self._kernel = load_step()[0] is not None
+            if self.comm.mesh.world_size > 1:
+                self._kernel = all(self.comm.gather_objects(self._kernel))
+        return self._kernel
 
     def _turn(self, lengths: IntArray, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...], bool]:
         """The turn that a pass belongs to, if some of it may be compressed, the sequences that are with this pass, and
@@ -178,7 +190,11 @@ class Runtime:
         shard: they are neither stored nor attended from. Neither are, in the last layer, queries of tokens that nothing
         is asked of: their results are zero.
         """
-        kind = q_BHSD.device.type
+        kind, step = q_BHSD.device.type, self.current
+        if step is not None and step.token_step is not None:
+            out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+            if out is not None:
+                return out
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
             return self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
         with torch.autocast(kind, enabled=False):
@@ -265,6 +281,29 @@ class Runtime:
             out_LHD = whole_LHD
         self.comm.ledger.enter_dense()
         return out_LHD[None].contiguous()
+
+    def _token_attended(
+        self,
+        step: ForwardPass,
+        one: TokenStep,
+        layer: int,
+        q_BHSD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        scoring: Scoring,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
+        """All of it in one call; None, with nothing done, where the layer or its store is not for that."""
+        if not one.computes(q_BHSD, k_BKSD, v_BKSD, scoring):
+            return None
+        cache, ledger = step.cache, self.comm.ledger
+        out = one.attend(layer, cache.store(layer), q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        if out is not None:
+            cache.windows[layer] = scoring.window
+            cache.attended(layer, step.slots)
+            ledger.attended(str(step.method))
+            ledger.enter_dense()
+        return out
 
     @staticmethod
     def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megakv.attention.compiled import Run
+from megakv.attention.step import RowTable
 from megakv.cache.segments import SegmentedRows
 from megakv.cache.store import KVStore, Pair
 
@@ -25,12 +27,14 @@ class DenseStore(KVStore):
         # Rows that were gone before any came.
         self._absent = [0] * batch
         self._expected: dict[int, int] = {}
+        # Where all rows lie, as long as none is elsewhere, and none of them goes.
+        self._table: RowTable | None = None
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._rows_like(sequence, (k_KSD, v_KSD)).extend(rows)
 
     def _rows_like(self, sequence: int, like: Pair) -> SegmentedRows:
-        held = self._held[sequence]
+        held, self._table = self._held[sequence], None
         if held is None:
             held = self._held[sequence] = SegmentedRows(like, self._least_growth, self._absent[sequence])
             held.expect(self._expected.pop(sequence, 0))
@@ -50,8 +54,25 @@ class DenseStore(KVStore):
         else:
             held.expect(rows)
 
+    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        table = self._table
+        kinds = {table.dtype} if table is not None else {held.dtype for held in self._held if held is not None}
+        if kinds - {k_KLD.dtype}:
+            return None
+        for sequence in sequences:
+            held = self._held[sequence]
+            if held is None or not held.take_place():
+                self.reserve(sequence, 1, k_KLD, v_KLD)
+            elif self._table is not None:
+                self._table.add(sequence)
+        if self._table is None:
+            every = range(len(self._held))
+            runs = [[Run.of(*pair) for pair in self.runs(sequence)] for sequence in every]
+            self._table = RowTable.of(runs, [self.gone(sequence) for sequence in every], k_KLD.dtype)
+        return self._table
+
     def part(self, sequence: int) -> Pair:
-        held = self._held[sequence]
+        held, self._table = self._held[sequence], None
         assert held is not None
         return held.joined()
 
@@ -68,14 +89,14 @@ class DenseStore(KVStore):
         return self._absent[sequence] if held is None else held.gone
 
     def forget(self, sequence: int, rows: int) -> None:
-        held = self._held[sequence]
+        held, self._table = self._held[sequence], None
         if held is None:
             self._absent[sequence] = rows
         else:
             held.forget(rows)
 
     def crop(self, sequence: int, length: int) -> None:
-        held = self._held[sequence]
+        held, self._table = self._held[sequence], None
         self._absent[sequence] = min(self._absent[sequence], length)
         if held is not None and length < held.length:
             held.truncate(length)
@@ -87,7 +108,7 @@ class DenseStore(KVStore):
             held.trim()
 
     def reorder(self, index: list[int]) -> None:
-        present, moved = self._held, set[int]()
+        present, moved, self._table = self._held, set[int](), None
         self._held, self._absent = [], [self._absent[source] for source in index]
         for source in index:
             held = present[source]

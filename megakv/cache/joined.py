@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
+from megakv.attention.step import RowTable
 from megakv.cache.cache import ShardedCache
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
@@ -30,6 +31,18 @@ class JoinedStore(KVStore):
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._stores[sequence].reserve(0, rows, k_KSD, v_KSD)
+
+    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        new, tables = set(sequences), list[RowTable]()
+        for sequence, store in enumerate(self._stores):
+            rows = slice(sequence, sequence + 1)
+            table = store.in_place([0] if sequence in new else [], k_KLD[:, rows], v_KLD[:, rows])
+            if table is None:
+                for other in new.intersection(range(sequence)):
+                    self._stores[other].crop(0, self._stores[other].rows(0) - 1)
+                return None
+            tables.append(table)
+        return RowTable.joined(tables)
 
     def part(self, sequence: int) -> Pair:
         return self._stores[sequence].part(0)

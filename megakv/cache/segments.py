@@ -73,6 +73,19 @@ class SegmentedRows:
         """Rows of the tail that are held."""
         return self.length - max(self.gone, self._first)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._tail.keys.dtype
+
+    def take_place(self) -> bool:
+        """Whether there is a place right behind the last row for one more, which then counts as present."""
+        before, tail = self.length - self._first, self._tail
+        if self._held <= 0 or before != tail.written or before == tail.capacity:
+            return False
+        self.length += 1
+        tail.written += 1
+        return True
+
     def expect(self, length: int) -> None:
         """So many rows will be there in all: the next memory that is taken has places for them."""
         self._expected = length

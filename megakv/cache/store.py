@@ -5,6 +5,7 @@ A cache makes a store for each layer at its first use, for a batch of sequences.
 - `begin` tells it that a pass begins. Most stores need not know.
 - `append` takes the new keys and values of a sequence; `append_each` takes one row of each of several; `reserve` gives
   the caller places behind the present rows to write to.
+- A step of decoding may have both in one: `in_place` says where all rows lie, and where the next ones go.
 - Attention reads: `parts` are all that is held of a sequence; `runs` its dense keys and values where they lie, `part`
   in one piece; `packed` those of all sequences, where they lie in one buffer. `attend_elsewhere` begins attention to
   rows where they lie.
@@ -37,6 +38,7 @@ from megakv.tensor_files import StreamedTensor
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall, PartElsewhere
     from megakv.attention.reference import Scoring
+    from megakv.attention.step import RowTable
     from megakv.cache.saved import SavedLayer
     from megakv.distributed.sharding import TokenBlock
 
@@ -98,6 +100,14 @@ class KVStore(ABC):
         Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read.
         """
         raise MegaKVError("this layer's keys and values cannot be written in place")
+
+    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        """Where all rows of every sequence lie, in place of all other verbs of a pass with one new row ``[:, b]`` of
+        each. Behind the last ones of some sequences is room for theirs, which count as present at once.
+
+        None, with nothing changed, where they are not in this memory alone, on all ranks alike.
+        """
+        return None
 
     @abstractmethod
     def part(self, sequence: int) -> Pair:

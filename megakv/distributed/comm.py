@@ -324,7 +324,7 @@ class Communicator:
         self._exchange({}, {0: length})
         data_bytes = torch.empty(int(length), dtype=torch.uint8)
         self._exchange({}, {0: data_bytes})
-        received: T = pickle.loads(data_bytes.numpy())
+        received: T = pickle.loads(data_bytes.numpy().tobytes())
         return received
 
     def gather_objects(self, value: T) -> list[T]:

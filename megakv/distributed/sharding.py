@@ -243,6 +243,10 @@ class TokenTable:
         """``[B]`` the position behind the last token of every sequence."""
         return self._each(lambda column: int(column.view()[1, -1]) + 1 if column.length else 0).max(0)
 
+    def has_all(self) -> bool:
+        """Whether every sequence has a token."""
+        return all(any(column.length for column in columns) for columns in zip(*self._columns, strict=True))
+
     def counts(self) -> IntArray:
         """``[N, B]`` tokens held by each rank of each sequence."""
         return self._each(lambda column: column.length)
@@ -330,6 +334,10 @@ def new_tokens(mask: NDArray[np.bool_], positions: IntArray, first_slot: int | I
 
     The first column is the first slot, of all sequences or ``[B]`` of each.
     """
+    if mask.shape[1] == 1 and mask.all():
+        # As in decoding: many calls for little.
+        slots = np.broadcast_to(first_slot, len(mask)).astype(np.int64)
+        return TokenBlock(np.arange(len(mask)), slots, positions[:, 0].astype(np.int64), len(mask))
     sequence, column = np.nonzero(mask)
     return TokenBlock(
         sequence=sequence.astype(np.int64),

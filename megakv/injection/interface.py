@@ -20,7 +20,7 @@ from megakv.errors import MegaKVError
 
 ATTENTION_NAME = "megakv"
 ATTEND_ATTRIBUTE = "megakv_attend"
-REFUSED_ARGUMENTS = ("position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices")
+REFUSED_ARGUMENTS = frozenset({"position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices"})
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,16 @@ def attention_function(
     It is given ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, after rotary.
     """
     mask = described_mask(module, attention_mask)
-    refused = [name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None]
-    if dropout:
-        refused.append("dropout")
-    if is_causal is False:
-        refused.append("is_causal=False")
-    if refused:
-        raise MegaKVError(
-            f"{type(module).__name__} passes {', '.join(refused)} to attention, which MegaKV does not support"
-        )
+    if dropout or is_causal is False or not REFUSED_ARGUMENTS.isdisjoint(kwargs):
+        refused = sorted(name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None)
+        if dropout:
+            refused.append("dropout")
+        if is_causal is False:
+            refused.append("is_causal=False")
+        if refused:
+            raise MegaKVError(
+                f"{type(module).__name__} passes {', '.join(refused)} to attention, which MegaKV does not support"
+            )
     scoring = _scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, softcap)
     if keeps_latents(module):
         scoring = replace(scoring, latent=latent_heads(module, query))

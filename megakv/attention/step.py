@@ -1,0 +1,266 @@
+"""A step of decoding in one layer on processors: one compiled call stores the new rows, and attends to all of them.
+
+Where a pass has one new token of every sequence, all of its layers do the same. What they have in common is found out
+once for the pass, and where a layer's rows lie, which its store knows, once for as long as they stay there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate, chain
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.compiled import DecodeKernel, Run
+from megakv.attention.library import TYPES, load
+from megakv.attention.merge import add_sinks
+from megakv.attention.reference import Scoring, dense_attention
+from megakv.distributed.ledger import Ledger
+from megakv.distributed.sharding import IntArray, Layout, TokenTable
+
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+class RowTable:
+    """Where the rows of a layer lie, by sequence: addresses for the kernel. Whoever makes it keeps the memory.
+
+    `words` are the `Run`s of all sequences, of which each has so many; `first` the rows that they begin with.
+    """
+
+    def __init__(self, counts: Sequence[int], first: Sequence[int], words: array[int], dtype: torch.dtype):
+        self.dtype = dtype
+        self._counts, self._first, self._words = counts, first, words
+        self._bounds = array("q", (0, *accumulate(counts), *first))
+        self.bounds, _ = self._bounds.buffer_info()
+        self.first = self.bounds + (len(counts) + 1) * words.itemsize
+        self.runs, _ = words.buffer_info()
+
+    @classmethod
+    def of(cls, runs: Sequence[Sequence[Run]], first: Sequence[int], dtype: torch.dtype) -> RowTable:
+        """That of every sequence's runs."""
+        words = array("q", chain.from_iterable(chain.from_iterable(runs)))
+        return cls([len(own) for own in runs], first, words, dtype)
+
+    @classmethod
+    def joined(cls, tables: Sequence[RowTable]) -> RowTable:
+        """That of the sequences of several tables, behind one another, as they are now."""
+        counts, first, words = list[int](), list[int](), array("q")
+        for table in tables:
+            counts += table._counts
+            first += table._first
+            words += table._words
+        return cls(counts, first, words, tables[0].dtype)
+
+    def add(self, sequence: int) -> None:
+        """Another row lies behind the last one of a sequence."""
+        self._words[self._bounds[sequence + 1] * len(Run._fields) - len(Run._fields) + 2] += 1
+
+
+class RowStore(Protocol):
+    """What a step uses of a layer's `megakv.cache.store.KVStore`."""
+
+    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None: ...
+
+
+class HasTable(Protocol):
+    """What it uses of a `megakv.cache.cache.ShardedCache`, in a pass that has begun."""
+
+    table: TokenTable
+
+
+class StepKernel:
+    """The compiled calls. An OSError says that their library cannot be loaded."""
+
+    def __init__(self, path: Path):
+        library = ctypes.CDLL(str(path))
+        number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        self.step, self.merge = library.megakv_step, library.megakv_merge
+        self.step.argtypes = [
+            number, pointer, pointer, pointer, pointer, pointer, pointer, ctypes.c_float, pointer, number, number,
+            pointer,
+        ]  # fmt: skip
+        self.merge.argtypes = [number, pointer, whole, whole, whole, whole, pointer, pointer]
+        self.step.restype = self.merge.restype = number
+
+
+class TokenStep:
+    """Attention of a pass that has one new token of every sequence, on ranks that all have their queries.
+
+    `stored` are the sequences whose tokens this rank keeps; `seen` gives ``[B]`` the first row that a window reaches of
+    all that this rank was ever given of a sequence; `gather` the partial results of all ranks, ``[N, ...]``, for a
+    layer's of this one, and is None on a rank that has everything; `compute` counts a stretch of computation.
+    """
+
+    def __init__(
+        self,
+        kernel: StepKernel,
+        batch: int,
+        stored: Sequence[int],
+        seen: Callable[[int], IntArray],
+        gather: Callable[[Tensor, int], Tensor] | None,
+        compute: Callable[[str, int], AbstractContextManager[None]],
+    ):
+        self._compute = compute
+        self._kernel, self._batch, self._sequences, self._seen, self._gather = kernel, batch, stored, seen, gather
+        marks = bytearray(batch)
+        for sequence in stored:
+            marks[sequence] = 1
+        self._stored = (ctypes.c_char * batch).from_buffer(marks)
+        self._threads = torch.get_num_threads()
+        self._windows: dict[int, IntArray] = {}
+
+    def computes(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring) -> bool:
+        """Whether a layer is for it: on all ranks alike."""
+        kind, (_, heads, rows, dim), kv_heads = q_BHSD.dtype, q_BHSD.shape, k_BKSD.shape[1]
+        return (
+            rows == self._batch
+            and kind in TYPES
+            and kind == k_BKSD.dtype == v_BKSD.dtype
+            and dim == k_BKSD.shape[3]
+            and q_BHSD.stride(3) == k_BKSD.stride(3) == v_BKSD.stride(3) == 1
+            and DecodeKernel.few(heads // kv_heads, 1)
+            and scoring.plain
+            and scoring.value_columns is None
+        )
+
+    def attend(
+        self,
+        layer: int,
+        store: RowStore,
+        q_BHSD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        scoring: Scoring,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
+        """``[1, L, H, Dv]`` of what it `computes`; None where the store does not have its rows in one place."""
+        table = store.in_place(self._sequences, k_BKSD[0], v_BKSD[0])
+        if table is None:
+            return None
+        (_, heads, rows, dim), kv_heads, value_dim = q_BHSD.shape, k_BKSD.shape[1], v_BKSD.shape[3]
+        (_, q_head, q_row, _), (_, k_head, k_row, _) = q_BHSD.stride(), k_BKSD.stride()
+        _, v_head, v_row, _ = v_BKSD.stride()
+        step = array("q", (
+            rows, heads, kv_heads, dim, value_dim, q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row,
+            v_BKSD.data_ptr(), v_head, v_row,
+        ))  # fmt: skip
+        window, seen, kind = scoring.window, None, TYPES[q_BHSD.dtype]
+        if window is not None:
+            if window not in self._windows:
+                self._windows[window] = np.ascontiguousarray(self._seen(window))
+            seen = self._windows[window].ctypes.data
+        sink = None
+        if sinks is not None:
+            sinks = sinks.to(torch.float32).contiguous()
+            sink = sinks.data_ptr()
+        out, alone = q_BHSD.new_empty((1, rows, heads, value_dim)), self._gather is None
+        found = out if alone else q_BHSD.new_empty((rows, heads, value_dim + 1), dtype=torch.float32)
+        with self._compute("attention", layer):
+            failed = self._kernel.step(
+                kind, step.buffer_info()[0], table.bounds, table.runs, self._stored, table.first, seen, scoring.scale,
+                sink, not alone, self._threads, found.data_ptr(),
+            )  # fmt: skip
+        if self._gather is not None and not failed:
+            parts = self._gather(found, layer)
+            count = rows * heads
+            failed = self._kernel.merge(
+                kind, parts.data_ptr(), len(parts), count, heads, value_dim, sink, out.data_ptr()
+            )
+        if failed:
+            raise MemoryError(f"no memory for partial results of {rows} sequences and {heads} heads")
+        return out
+
+
+def token_step(layout: Layout, cache: HasTable, comm: Any) -> TokenStep | None:
+    """That of a pass of a cache, by this rank's `Communicator`; None, on all ranks, where the pass or the device is
+    another, or where there is no kernel.
+    """
+    rank, size, kind = comm.mesh.cp_rank, comm.mesh.cp_size, comm.mesh.device.type
+    tokens = layout.tokens[rank]
+    if kind != "cpu" or torch.is_autocast_enabled(kind):
+        return None
+    if len(tokens) != tokens.batch or not tokens.single or (size > 1 and not layout.replicated):
+        return None
+    kernel, _ = load_step()
+    if kernel is None:
+        return None
+
+    def seen(window: int) -> IntArray:
+        first = tokens.slot - window
+        rows = [np.searchsorted(cache.table.slots(rank, b), slot, side="right") for b, slot in enumerate(first)]
+        return np.array(rows, dtype=np.int64)
+
+    def gather(partial: Tensor, layer: int) -> Tensor:
+        return comm.cp_all_gather(partial, operation="replicated", layer=layer)
+
+    stored = layout.stored[rank].sequences
+    return TokenStep(kernel, tokens.batch, stored, seen, gather if size > 1 else None, comm.ledger.compute)
+
+
+@functools.cache
+def load_step() -> tuple[StepKernel | None, str]:
+    """The calls, or None and why there are none; compiled, within seconds, if this machine does not have them yet."""
+    return load("step", StepKernel, _problem)
+
+
+class _Rows:
+    """Some rows of tensors ``[B, K, S, D]``."""
+
+    def __init__(self, k_BKSD: Tensor, v_BKSD: Tensor, rows: slice):
+        pairs = [(k[:, rows], v[:, rows]) for k, v in zip(k_BKSD, v_BKSD, strict=True)]
+        self._table = RowTable.of([[Run.of(k, v)] for k, v in pairs], [rows.start] * len(pairs), k_BKSD.dtype)
+
+    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable:
+        return self._table
+
+
+def _problem(kernel: StepKernel) -> str:
+    """What is wrong with their results on a small example; empty if nothing is."""
+    # Whatever device is the default one.
+    generator = torch.Generator("cpu").manual_seed(0)
+    batch, rows, cut, window, compute = 2, 70, 40, 50, Ledger().compute
+    for dtype, tolerance in TOLERANCE.items():
+        q, k, v, sinks = (
+            torch.randn(shape, generator=generator, device="cpu").to(dtype)
+            for shape in ((batch, 6, 37), (batch, 2, rows, 37), (batch, 2, rows, 21), (6,))
+        )
+        new = [each.transpose(0, 1)[None] for each in (q, k[:, :, -1], v[:, :, -1])]
+        partial: list[Tensor] = []
+
+        def gather(own: Tensor, layer: int, partial: list[Tensor] = partial) -> Tensor:
+            partial.append(own)
+            return torch.stack(partial)
+
+        def attended(
+            part: slice, stored: Sequence[int], scoring: Scoring, gather: Any, k: Tensor = k, v: Tensor = v,
+            new: Any = new, sinks: Tensor = sinks,
+        ) -> Tensor | None:  # fmt: skip
+            held = torch.empty_like(k), torch.empty_like(v)
+            for mine, given in zip(held, (k, v), strict=True):
+                mine[:, :, : rows - bool(stored)] = given[:, :, : rows - bool(stored)]
+            step = TokenStep(kernel, batch, stored, lambda window: np.full(batch, rows - window), gather, compute)
+            return step.attend(0, _Rows(*held, part), new[0], new[1], new[2], scoring, sinks)
+
+        every = range(batch)
+        attended(slice(0, cut), (), Scoring(0.2), gather)
+        found = (
+            (attended(slice(cut, rows), every, Scoring(0.2), gather), 0),
+            (attended(slice(0, rows), every, Scoring(0.2, window), None), rows - window),
+        )
+        for out, first in found:
+            for b in every:
+                dense, lse = dense_attention(q[b, :, None], k[b, :, first:], v[b, :, first:], 0.2)
+                expected = add_sinks(dense, lse, sinks)[:, 0]
+                if out is None or not torch.allclose(out[0, b].double(), expected, rtol=tolerance, atol=tolerance):
+                    return (
+                        f"compiled, a step of decoding in {dtype} differs from the reference by more than {tolerance}"
+                    )
+    return ""
