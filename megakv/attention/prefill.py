@@ -37,8 +37,9 @@ PROBLEM = struct.Struct("@20q2d")
 class PrefillKernel:
     """Any number of queries, with as many threads as PyTorch uses in the calling one.
 
-    `pairs` is whether bfloat16 is multiplied by pairs, with weights rounded to it, or widened; None: by pairs where that
-    is measured to be faster. An OSError says that the compiled library cannot be loaded, or has no products of pairs.
+    `pairs` is whether bfloat16 is multiplied by pairs, with weights rounded to it, or widened; None: by pairs where
+    that is measured to be faster. An OSError says that the compiled library cannot be loaded, or has no products of
+    pairs.
     """
 
     def __init__(self, path: Path, pairs: bool | None = None):
@@ -98,7 +99,8 @@ class PrefillKernel:
         # Held until the call is over.
         held = [x.contiguous() for x in bias]
         problem = PROBLEM.pack(
-            TYPES[q.dtype], self.pairs and q.dtype == torch.bfloat16, kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
+            TYPES[q.dtype], self.pairs and q.dtype == torch.bfloat16,
+            kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], causal,
             *((0, 0) if ranges is None else (each.ctypes.data for each in ranges)),
             *((x.data_ptr() for x in held) if held else (0, 0, 0)),

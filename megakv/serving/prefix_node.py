@@ -50,7 +50,8 @@ class Node:
 
     def document(self, now: float) -> Document:
         """What to say of all up to its end."""
-        path, beginning = self.path(), []
+        path = self.path()
+        beginning: list[int] = []
         for node in path:
             beginning += node.tokens[: BEGINNING - len(beginning)].tolist()
         tiers: list[Tier] = ["device", "host", "disk"]

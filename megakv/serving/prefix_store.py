@@ -59,7 +59,9 @@ class PrefixStore:
         if (coming := self._coming.get(node)) is None:
             self._spans[head], self._spans[node] = _cut(self._spans[node], at)
             return
-        front, back = self._coming[head], self._coming[node] = Future(), Future()
+        front: Future[CacheSpan] = Future()
+        back: Future[CacheSpan] = Future()
+        self._coming[head], self._coming[node] = front, back
 
         def cut(done: Future[CacheSpan]) -> None:
             if (error := done.exception()) is not None:

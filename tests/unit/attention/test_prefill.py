@@ -84,9 +84,7 @@ def test_it_agrees_with_the_reference(kernel, threads):
             q, k, v = random_case(generator, rows=rows, keys=keys)
             scale, rounded = q.shape[2] ** -0.5, rounds(kernel, q.dtype)
             assert kernel.computes(q, k, v, scale)
-            assert_close(
-                pool.submit(kernel, q, k, v, scale).result(), dense_attention(q, k, v, scale), rounded=rounded
-            )
+            assert_close(pool.submit(kernel, q, k, v, scale).result(), dense_attention(q, k, v, scale), rounded=rounded)
             triangle = torch.ones(rows, keys, dtype=torch.bool).tril()
             expected = dense_attention(q, k, v, scale, visible_LS=triangle)
             assert_close(pool.submit(kernel, q, k, v, scale, causal=True).result(), expected, rounded=rounded)
@@ -154,8 +152,8 @@ def test_what_is_not_a_number_is_not_hidden(kernel):
 
 @pytest.mark.parametrize("gap", [0.0, 100.0])
 def test_errors_of_16_bits(kernel, gap):
-    """Against PyTorch's kernel in 16 bits: a hundredth of its error where weights and outputs are not rounded to them, and
-    no more where weights are, to pairs of bfloat16.
+    """Against PyTorch's kernel in 16 bits: a hundredth of its error where weights and outputs are not rounded to them,
+    and no more where weights are, to pairs of bfloat16.
     """
     generator = torch.Generator().manual_seed(int(gap))
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -208,7 +206,7 @@ def test_attention_goes_through_it(monkeypatch):
 
 
 def test_powers_of_two(tmp_path):
-    """All kinds of numbers between the smallest normal one and 2^127: two and a half units of the last place at most."""
+    """All kinds of numbers between the smallest normal one and 2^127: two and a half units of the last place."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler in the path")
