@@ -25,7 +25,7 @@ VECTORS = {
 }
 """Flags by what PyTorch found the processor capable of: a folder may be shared by machines that differ in that."""
 PAIRS = ("-mavx512bf16",)
-"""Flags beside AVX512's, where the compiler knows them: what is made with them asks the processor first."""
+"""Flags beside AVX512's, where the compiler knows them: what is made with them asks the processor before using them."""
 COMPILE_S = 120
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels read, and how they are told so."""

@@ -38,8 +38,7 @@ class PrefillKernel:
     """Any number of queries, with as many threads as PyTorch uses in the calling one.
 
     `pairs` is whether bfloat16 is multiplied by pairs, with weights rounded to it, or widened; None: by pairs where
-    that is measured to be faster. An OSError says that the compiled library cannot be loaded, or has no products of
-    pairs.
+    that is measured to be faster. An OSError says that the library cannot be loaded, or has no products of pairs.
     """
 
     def __init__(self, path: Path, pairs: bool | None = None):
@@ -98,9 +97,9 @@ class PrefillKernel:
         bias = () if alibi is None else (alibi.slopes_H.float(), alibi.q_slots_L, alibi.k_positions_S)
         # Held until the call is over.
         held = [x.contiguous() for x in bias]
+        pairs = self.pairs and q.dtype == torch.bfloat16
         problem = PROBLEM.pack(
-            TYPES[q.dtype], self.pairs and q.dtype == torch.bfloat16,
-            kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
+            TYPES[q.dtype], pairs, kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], causal,
             *((0, 0) if ranges is None else (each.ctypes.data for each in ranges)),
             *((x.data_ptr() for x in held) if held else (0, 0, 0)),

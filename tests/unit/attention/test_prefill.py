@@ -115,31 +115,35 @@ def test_squares_windows_caps_and_biases(kernel):
             assert_close(found, expected, 6e-6, rounded=rounds(kernel, q.dtype))
 
 
-def test_scores_far_apart(kernel):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_far_apart(kernel, dtype):
     # Weights that underflow to 0, a maximum that comes last, ones that are all alike, and others 100 apart.
     k = torch.zeros(1, 200, 16)
     k[0, :, 0] = torch.linspace(-300, 500, 200)
     v = torch.arange(200.0)[None, :, None].expand(1, 200, 16).contiguous()
     for query in (1.0, -1.0, 0.0, 1e-30, 100 / 4):
-        q = torch.full((1, 70, 16), query)
-        assert_close(kernel(q, k, v, 1.0), dense_attention(q, k, v, 1.0), 1e-5)
+        q, k, v = (x.to(dtype) for x in (torch.full((1, 70, 16), query), k, v))
+        assert_close(kernel(q, k, v, 1.0), dense_attention(q, k, v, 1.0), 1e-5, rounded=rounds(kernel, dtype))
 
 
-def test_scores_that_overflow_weigh_nothing(kernel):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_scores_that_overflow_weigh_nothing(kernel, dtype):
     # A tile, all but the last key, and all of them.
     for keys, overflowing in ((200, 64), (300, 299), (200, 200)):
-        q, k = torch.full((2, 70, 16), 1e20), torch.zeros(1, keys, 16)
+        q, k = torch.full((2, 70, 16), 1e20).to(dtype), torch.zeros(1, keys, 16).to(dtype)
         k[0, :overflowing] = -1e20
-        v = torch.randn(1, keys, 8, generator=torch.Generator().manual_seed(keys))
+        v = torch.randn(1, keys, 8, generator=torch.Generator().manual_seed(keys)).to(dtype)
         out, lse = kernel(q, k, v, 1.0)
         seen = v[0, overflowing:].double()
         expected = seen.mean(dim=0) if len(seen) else seen.sum(dim=0)
+        # Weights are all alike.
         torch.testing.assert_close(out.double(), expected.expand(2, 70, 8), rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(lse, torch.tensor(float(len(seen))).log().expand(2, 70))
 
 
-def test_what_is_not_a_number_is_not_hidden(kernel):
-    q, k, v = torch.ones(1, 66, 16), torch.ones(1, 300, 16), torch.ones(1, 300, 16)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_is_not_a_number_is_not_hidden(kernel, dtype):
+    q, k, v = (torch.ones(1, n, 16, dtype=dtype) for n in (66, 300, 300))
     k[0, 130, 3] = torch.nan
     for softcap in (None, 3.0):
         high = np.arange(66) * 2 + 5
@@ -152,8 +156,8 @@ def test_what_is_not_a_number_is_not_hidden(kernel):
 
 @pytest.mark.parametrize("gap", [0.0, 100.0])
 def test_errors_of_16_bits(kernel, gap):
-    """Against PyTorch's kernel in 16 bits: a hundredth of its error where weights and outputs are not rounded to them,
-    and no more where weights are, to pairs of bfloat16.
+    """Against PyTorch's kernel in 16 bits: a hundredth of its error where neither weights nor outputs are rounded to
+    them, and no more where weights are.
     """
     generator = torch.Generator().manual_seed(int(gap))
     call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -193,6 +197,30 @@ def test_what_it_does_not_compute(kernel):
     assert not kernel.computes(q, k, k[:, :8], 0.1)
 
 
+def test_pairs_where_they_pay(monkeypatch, tmp_path):
+    if load_prefill()[0] is None:
+        pytest.skip("no compiled kernel")
+    path = library.library("prefill")
+    try:
+        PrefillKernel(path, pairs=True)
+    except OSError:
+        assert not PrefillKernel(path).pairs
+        pytest.skip("a processor or a compiler without products of bfloat16 pairs")
+    for gain, pairs in ((1.09, False), (1.11, True)):
+        monkeypatch.setattr(PrefillKernel, "_gain", lambda self, gain=gain: gain)
+        assert PrefillKernel(path).pairs == pairs
+    # A compiler that does not know them.
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *avx512bf16*) exit 1;; esac\nexec {shutil.which("c++")} "$@" -O1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setattr("torch.utils.cpp_extension.get_cxx_compiler", lambda: str(compiler))
+    monkeypatch.setattr(library, "extensions_folder", lambda: tmp_path)
+    without = library.library("prefill")
+    assert not PrefillKernel(without).pairs
+    with pytest.raises(OSError, match="no products of bfloat16 pairs"):
+        PrefillKernel(without, pairs=True)
+
+
 def test_attention_goes_through_it(monkeypatch):
     if load_prefill()[0] is None:
         pytest.skip("no compiled kernel")
@@ -206,7 +234,7 @@ def test_attention_goes_through_it(monkeypatch):
 
 
 def test_powers_of_two(tmp_path):
-    """All kinds of numbers between the smallest normal one and 2^127: two and a half units of the last place."""
+    """Numbers between the smallest normal one and 2^127: two and a half units of the last place at most."""
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler in the path")
