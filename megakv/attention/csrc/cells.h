@@ -79,6 +79,8 @@ inline void store_weights(Pair* to, int, Floats first, Floats second) {
 // Numbers in a cell.
 template <class Cell> constexpr int NUMBERS = std::is_same_v<Cell, float> ? 1 : 2;
 
-template <class Cell> inline int in_cells(int64_t numbers) { return (int)((numbers + NUMBERS<Cell> - 1) / NUMBERS<Cell>); }
+template <class Cell> inline int in_cells(int64_t numbers) {
+  return (int)((numbers + NUMBERS<Cell> - 1) / NUMBERS<Cell>);
+}
 
 }  // namespace
