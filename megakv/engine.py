@@ -13,7 +13,6 @@ from torch import Tensor
 
 from megakv.assisted import AssistedModel
 from megakv.cache.cache import ShardedCache
-from megakv.cache.joined import JoinedCache
 from megakv.candidates import check_candidates, proposes
 from megakv.config import MegaKVConfig
 from megakv.device import on_device, without_autograd
@@ -217,10 +216,7 @@ class MegaKVEngine(InferenceEngine):
             return output
 
     def new_cache(self, *, forgets: bool = True) -> ShardedCache:
-        """An empty cache, for `generate_into` and `extend`.
-
-        Without `forgets` it keeps what sliding windows have left behind, so that `ShardedCache.span` gives any slots.
-        """
+        """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give."""
         self.check_open()
         assert self._hooks is not None
         cache = self._hooks.new_cache()
@@ -229,7 +225,9 @@ class MegaKVEngine(InferenceEngine):
 
     def check_serves(self) -> None:
         """Refuse settings with which `extend` cannot work, by a ValueError that names the setting."""
-        check_serves(self._config, self.module)
+        self.check_open()
+        assert self._hooks is not None
+        check_serves(self._config, length_dependent=self._hooks.length_dependent)
 
     @without_autograd
     def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Tokens]) -> Tensor:
@@ -238,28 +236,15 @@ class MegaKVEngine(InferenceEngine):
         Each sequence goes on in a cache of its own (`new_cache`), of whatever length, by one token or more; the logits
         are those of `generate` on it alone. If the pass fails, every cache is as before.
 
-        Raises
-        ------
-        ValueError
-            If settings cannot be served, or caches and tokens are not such.
-        MegaKVError
-            If a peer is lost.
+        A ValueError where settings cannot be served, or caches and tokens are not such.
         """
-        self.check_open()
+        self.check_serves()
         with self.agreement.call(), on_device(self.mesh.device):
-            self.check_serves()
-            vocabulary = self.module.config.get_text_config().vocab_size
-            ids, mask = joint_input(caches, tokens, self.new_cache(), vocabulary)
+            inputs = joint_input(caches, tokens, self.new_cache(), self.module.config.get_text_config().vocab_size)
             for cache, own in zip(caches, tokens, strict=True):
                 self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
-            output = self.module(
-                input_ids=ids.to(self.mesh.device),
-                attention_mask=mask,
-                past_key_values=JoinedCache(caches),
-                use_cache=True,
-                logits_to_keep=1,
-            )
-            return output.logits[:, 0]
+            inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
+            return self.module(**inputs).logits[:, 0]
 
     def session(self) -> Session:
         """A conversation whose keys and values stay sharded between turns."""

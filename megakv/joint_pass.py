@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megakv.cache.cache import ShardedCache
+from megakv.cache.joined import JoinedCache
 from megakv.config import MegaKVConfig
-from megakv.injection.policy import depends_on_length
 
 Tokens = Sequence[int] | Tensor
 """Of one sequence, in a tensor of one dimension or any other way."""
 
 
-def check_serves(config: MegaKVConfig, model: nn.Module) -> None:
-    """Refuse to serve several sequences with settings that cannot, by the name of the first of them."""
+def check_serves(config: MegaKVConfig, *, length_dependent: bool) -> None:
+    """Refuse to serve several sequences with settings that cannot, by the name of the first of them.
+
+    `length_dependent` is as of `ForwardHooks`.
+    """
     fairkv, offload, partition = config.megakv.fairkv, config.megakv.offload, config.megakv.runahead.partition
     remedy = "leave it out to serve several sequences"
     if fairkv.budget is not None:
@@ -31,7 +35,7 @@ def check_serves(config: MegaKVConfig, model: nn.Module) -> None:
             f"megakv.runahead.partition = {partition}: token counts are of one prompt, and chunks of many have others; "
             "give fractions, 'auto' or 'even'"
         )
-    if depends_on_length(model):
+    if length_dependent:
         raise ValueError(
             "the model's rope_scaling follows the longest sequence of a pass (dynamic or longrope), so that sequences "
             "would change one another; serve a model with another rope_type"
@@ -40,8 +44,9 @@ def check_serves(config: MegaKVConfig, model: nn.Module) -> None:
 
 def joint_input(
     caches: Sequence[ShardedCache], tokens: Sequence[Tokens], like: ShardedCache, vocabulary: int
-) -> tuple[Tensor, Tensor | None]:
-    """``[B, T]`` new tokens of the caches, padded on the right, and their mask; None where nothing is padded.
+) -> dict[str, Any]:
+    """A model's arguments for new tokens ``[B, T]`` of the caches, padded on the right, which it wants the last logits
+    of.
 
     A ValueError where caches are not of one sequence each, of an engine whose own are `like` that one, or tokens no
     tokens.
@@ -65,4 +70,10 @@ def joint_input(
     real = np.arange(lengths.max()) < lengths[:, None]
     ids = np.zeros(real.shape, dtype=np.int64)
     ids[real] = np.concatenate(rows)
-    return torch.from_numpy(ids), None if real.all() else torch.from_numpy(real)
+    return {
+        "input_ids": torch.from_numpy(ids),
+        "attention_mask": None if real.all() else torch.from_numpy(real),
+        "past_key_values": JoinedCache(caches),
+        "use_cache": True,
+        "logits_to_keep": 1,
+    }

@@ -34,6 +34,8 @@ from megakv.runahead.source import PartitionSource
 
 DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
+KEPT_CHOICES = 256
+"""Such choices that are kept: sequences come and go from step to step where many are served."""
 
 
 @dataclass
@@ -163,13 +165,18 @@ class PassPlanner:
         self._decode_methods.clear()
 
     def decode_method(self, workload: Workload) -> str:
-        """The choice for a step of decoding; `auto` is rank 0's, made anew every `DECODE_STEPS` cached tokens."""
+        """The choice for a step of decoding; `auto` is rank 0's, made anew every `DECODE_STEPS` cached tokens.
+
+        Sequences count as equally long: what a step reads is the sum, and each of many grows past a step at its own
+        time.
+        """
         if self.config.decode != "auto":
             return self.config.decode
-        rounded = tuple(count // DECODE_STEPS * DECODE_STEPS for count in workload.cached)
-        known = Workload(workload.new, rounded, workload.size)
+        mean = sum(workload.cached) // len(workload.cached) // DECODE_STEPS * DECODE_STEPS
+        known = Workload(workload.new, (mean,) * len(workload.cached), workload.size)
         if known not in self._decode_methods:
-            self._decode_methods.clear()
+            if len(self._decode_methods) >= KEPT_CHOICES:
+                self._decode_methods.clear()
             self._decode_methods[known] = self._agreement.decide(
                 lambda: choose_decode(self.evidence, known, self.shape, self.comm.mesh.tp_size, slices=self.slices)
             )

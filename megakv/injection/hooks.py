@@ -32,7 +32,8 @@ REFUSED_INPUTS = {
 class ForwardHooks:
     """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
-    `slices` says whether context-parallel ranks may decode with slices of its weights, which are all there.
+    `slices` says whether context-parallel ranks may decode with slices of its weights, which are all there;
+    `length_dependent` whether the model's rotary frequencies follow the longest sequence of a pass.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class ForwardHooks:
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._positions = Positions(model)
-        self._length_dependent = depends_on_length(model)
+        self.length_dependent = depends_on_length(model)
         self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
         runtime.last_layer = self._last_layer.attention
         self._linears = FewRowsLinears(model)
@@ -154,7 +155,7 @@ class ForwardHooks:
         tokens = step.tokens
         sequence, column, position = tokens.sequence, tokens.slot - pasts[tokens.sequence], tokens.position
         # A stand-in row keeps tensors non-empty, and carries the longest position to rotary embeddings that need it.
-        if len(tokens) == 0 or (self._length_dependent and position.max() < step.layout.max_position):
+        if len(tokens) == 0 or (self.length_dependent and position.max() < step.layout.max_position):
             sequence = np.append(sequence, 0)
             column = np.append(column, 0)
             position = np.append(position, step.layout.max_position)
