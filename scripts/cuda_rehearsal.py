@@ -37,7 +37,7 @@ from megakv.launcher.process import quiet_libraries
 from megakv.offload.config import OffloadConfig
 from megakv.sections import registered
 
-STEPS = 4
+STEPS, BATCH = 4, 3
 PATIENCE_S = 5.0
 """After which a path that failed is left: ranks that are not there acknowledge nothing."""
 WRONG_DEVICE = "found two different devices"
@@ -162,7 +162,7 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
             "megakv": {"timeout_s": PATIENCE_S, **path.section},
         }
         engine = megakv.init_inference(model, config)
-        ids = torch.randint(3, 100, (2, 64)).to(DEVICE)
+        ids = torch.randint(3, 100, (BATCH, 64)).to(DEVICE)
         cuda.waits.clear()
         processors = LogitsProcessorList([steps])
         options = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 9, **path.options}
@@ -197,10 +197,11 @@ def _shown(waits: Counter[Wait]) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows for people."""
-    lines = [f"{'path':34} {'devices':>8} {'per step':>9} {'transformers':>13} {'prompt':>7}"]
+    lines = [f"{'path':34} {'devices':>8} {'per step':>9} {'transformers':>13} {'prompt':>7} {'varlen':>7}"]
     for row in rows:
         devices = "wrong" if row["wrong_devices"] else "failed" if row["error"] else "right"
         counts = f"{row['waits_per_step']:9} {row['waits_of_transformers']:13} {row['waits_of_the_prompt']:7}"
+        counts += f" {row['varlen_calls']:7}"
         lines.append(f"{row['path']:34} {devices:>8} {counts}")
         lines += [f"    {w['times']} x {w['operation']} at {w['place']}" for w in row["where"]]
         lines += ["    " + row["error"].strip().splitlines()[-1]] if row["error"] else []
