@@ -284,8 +284,10 @@ class MegaKVEngine(InferenceEngine):
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
 
     def check_length(self, prompt: int, new: int) -> None:
-        """Refuse a prompt of so many tokens, and new ones behind it, that there is no room for: a ValueError."""
+        """Refuse a prompt of so many tokens, and new ones behind it, that `extend` has no room for: a ValueError."""
         self._limits.check(prompt, {"max_new_tokens": new})
+        # The last new token is not computed itself.
+        self._limits.check(prompt + new - 1, {"max_new_tokens": 0})
 
     @property
     def partitions(self) -> PartitionSource:

@@ -178,7 +178,7 @@ class ServingLoop:
     def _begin(self) -> None:
         """Compute a little, to see what a token takes, and make the tree."""
         with self._engine.agreement.call():
-            cache, seconds = self._engine.new_cache(), []
+            cache, seconds = self._engine.new_cache(forgets=False), []
             prompt = torch.zeros(WARM_UP_TOKENS, dtype=torch.long)
             for tokens in (prompt, prompt[:1], prompt[:1]):
                 began = time.perf_counter()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megakv.cache.cache import ShardedCache
@@ -16,8 +16,8 @@ from megakv.serving.prefix_store import PrefixStore
 class ServedEngine(Protocol):
     """What serving needs of an engine."""
 
-    def new_cache(self) -> ShardedCache: ...
-    def extend(self, caches: list[ShardedCache], tokens: list[Tensor]) -> Tensor: ...
+    def new_cache(self, *, forgets: bool) -> ShardedCache: ...
+    def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]]) -> Tensor: ...
 
 
 class Worker:
@@ -39,7 +39,7 @@ class Worker:
                     self._store.keep(command, self._caches[command.sequence])
                 case Attach(sequence, nodes):
                     if sequence not in self._caches:
-                        self._caches[sequence] = self._engine.new_cache()
+                        self._caches[sequence] = self._engine.new_cache(forgets=False)
                     self._store.attach(nodes, self._caches[sequence])
                 case Close(sequence):
                     del self._caches[sequence]
@@ -56,4 +56,4 @@ class Worker:
         if not plan.sequences:
             return None
         caches = [self._caches[sequence] for sequence in plan.sequences]
-        return self._engine.extend(caches, [torch.tensor(tokens) for tokens in plan.tokens])
+        return self._engine.extend(caches, plan.tokens)

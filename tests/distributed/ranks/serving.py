@@ -117,7 +117,7 @@ def long(loop: ServingLoop) -> dict[str, Any]:
     """One long prompt, the same in every launch, then another one that begins like it."""
     prompt = [3 + (7 * index * index + index // 5) % (VOCABULARY - 3) for index in range(LONG)]
     clients = [Client(loop, "long", prompt, 4).wait(), Client(loop, "other", [*prompt[:100], 5, 6, 7], 4).wait()]
-    return {"clients": [client.described() for client in clients], "held": loop.stats().kv_tokens}
+    return {"clients": [client.described() for client in clients]}
 
 
 def killed(loop: ServingLoop, out: Path) -> dict[str, Any]:
