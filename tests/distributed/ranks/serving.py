@@ -120,6 +120,25 @@ def long(loop: ServingLoop) -> dict[str, Any]:
     return {"clients": [client.described() for client in clients]}
 
 
+def stored(loop: ServingLoop, out: Path, store: Path, pids: list[int]) -> dict[str, Any]:
+    """What `long` does; when all is on disk, every rank is killed."""
+    results = long(loop)
+    deadline = time.monotonic() + WAIT_SECONDS
+    # A record is the last that is written of a prefix.
+    while loop.stats().kv_tokens["disk"] > sum(len(json.loads(path.read_text())["tokens"]) for path in records(store)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    out.write_text(json.dumps(results))
+    for pid in reversed(pids):
+        os.kill(pid, signal.SIGKILL)
+    return results
+
+
+def records(store: Path) -> list[Path]:
+    """Of all prefixes in a store."""
+    return list(store.glob("*/*.json"))
+
+
 def killed(loop: ServingLoop, out: Path) -> dict[str, Any]:
     """Clients that are waited for after a rank has gone; one asks when that is known."""
     clients = [Client(loop, str(number), tokens(20), 400) for number in range(3)]
@@ -132,7 +151,10 @@ def killed(loop: ServingLoop, out: Path) -> dict[str, Any]:
         Client(loop, "late", [5], 1)
     except MegaKVError as error:
         late = str(error)
-    return {"clients": [client.described() for client in clients], "late": late}
+    results = {"clients": [client.described() for client in clients], "late": late}
+    # The process may be about to end.
+    out.write_text(json.dumps(results))
+    return results
 
 
 def kill_oneself(out: Path) -> None:
@@ -154,6 +176,13 @@ def references(engine: megakv.MegaKVEngine, clients: list[dict[str, Any]]) -> No
             clients[number]["alone"] = output[0, len(prompt) :].tolist()
 
 
+def own_pids() -> list[int]:
+    """Of all ranks."""
+    pids = [0] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    return pids
+
+
 def main() -> None:
     out, stage = Path(sys.argv[1]), sys.argv[4]
     cp, tp = (int(part) for part in sys.argv[3].split("x"))
@@ -170,38 +199,35 @@ def main() -> None:
         limits = {"kv_tokens": 1500, "host_kv_tokens": 500} if stage == "random" else {}
         loop = ServingLoop(engine, ServingSettings(max_gap_s=0.05, chunk_tokens=64, store=store, **limits))
         results: dict[str, Any] = {}
+        pids = own_pids()
         # As a server does: launchers end the other ranks when one has gone.
         signal.signal(signal.SIGTERM, lambda *_: loop.drain())
 
         def ask() -> None:
+            random.seed(int(os.environ.get("MEGAKV_TEST_SEED", "0")))
             try:
-                random.seed(int(os.environ.get("MEGAKV_TEST_SEED", "0")))
-                results.update(
-                    killed(loop, out) if stage == "killed" else many(loop) if stage == "random" else long(loop)
-                )
+                if stage == "random":
+                    results.update(many(loop))
+                elif stage == "killed":
+                    results.update(killed(loop, out))
+                elif stage == "store":
+                    assert store is not None
+                    stored(loop, out, store, pids)
+                else:
+                    results.update(long(loop))
             finally:
                 loop.drain()
 
-        def told() -> None:
-            """What clients were told, though this process may be about to end."""
-            ask()
-            if stage == "killed":
-                out.write_text(json.dumps(results))
-
-        thread = threading.Thread(target=told, daemon=True)
+        thread = threading.Thread(target=ask, daemon=True)
         if rank == 0:
             thread.start()
         elif stage == "killed" and rank == dist.get_world_size() - 1:
             threading.Thread(target=kill_oneself, args=(out,), daemon=True).start()
         try:
             loop.run()
-        except MegaKVError as error:
-            assert stage == "killed"
-            thread.join(10) if rank == 0 else None
-            out.with_suffix(f".{rank}.error").write_text(str(error))
-            raise
-        if rank == 0:
-            thread.join()
+        finally:
+            if rank == 0:
+                thread.join(WAIT_SECONDS)
         references(engine, results.get("clients", []))
         if rank == 0:
             out.write_text(json.dumps(results))
