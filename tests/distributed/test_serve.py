@@ -73,7 +73,7 @@ def chat_of_transformers(server: Server, *lines: str) -> str:
         capture_output=True,
         text=True,
         timeout=START_S,
-        env={**os.environ, "TERM": "dumb", "COLUMNS": "200", "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "TERM": "dumb", "COLUMNS": "200", "HF_HUB_OFFLINE": "0"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

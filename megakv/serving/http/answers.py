@@ -47,7 +47,7 @@ class _Answer:
     detokenizer: Detokenizer
     stops: StopStrings
     submitted: bool = False
-    admitted: bool = False
+    cached: int = 0
     done: bool = False
     first_s: float | None = None
     last_s: float = 0.0
@@ -127,10 +127,10 @@ class Answers:
                     yield piece
 
     def _read(self, index: int, event: Progress) -> Progress:
+        """Note what was found, which grows while it comes from disk."""
         answer = self._answers[index]
-        if not answer.admitted:
-            answer.admitted = True
-            self.usage.cached_tokens += event.cached
+        self.usage.cached_tokens += event.cached - answer.cached
+        answer.cached = event.cached
         return event
 
     def _add(self, piece: Piece, event: Event) -> None:
