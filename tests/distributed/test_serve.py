@@ -104,7 +104,8 @@ def test_clients_as_they_are_and_an_orderly_end(model: Path, tmp_path: Path) -> 
         assert first.usage.prompt_tokens_details.cached_tokens == 0
         assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1
         question = prose(4)
-        shown = chat_of_transformers(server, question)
+        # It asks whether to go on where an answer has come to its limit.
+        shown = chat_of_transformers(server, question, "n")
         assert plain_answer(model, question, 6) in " ".join(shown.split()), shown
         assert len(server.get("/status").json()["memory_bytes"]) == 2
         assert 'megakv_memory_bytes{rank="1"}' in server.get("/metrics").text

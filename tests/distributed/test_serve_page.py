@@ -40,7 +40,7 @@ def test_a_document_is_read_once_and_asked_about(browser: Browser, tmp_path: Pat
     words = ["--cp", 2, "--api-key-file", keys, "--chunk-tokens", 32, "--kv-tokens", 20_000]
     with Server(tmp_path / "server", model, *words) as server:
         browser.open(server.url)
-        browser.wait_for("document.getElementById('model').textContent.includes('wants an API key')")
+        browser.wait_for("document.getElementById('model')?.textContent.includes('wants an API key')")
         assert browser.run("!document.getElementById('keyrow').hidden")
         # The refusal is in the console; nothing else is to be.
         assert all("401" in error for error in browser.errors), browser.errors

@@ -40,9 +40,9 @@ class ApiError(Exception):
         return json.dumps(self.body()).encode()
 
 
-def unavailable(message: str) -> ApiError:
+def unavailable(message: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """For what works again later, perhaps elsewhere."""
-    return ApiError(503, message, code="unavailable", headers={"retry-after": "5"})
+    return ApiError(503, message, code="unavailable", headers={"retry-after": "5", **(headers or {})})
 
 
 def wrong_fields(error: ValidationError) -> ApiError:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megakv.serving.http.errors import ApiError
+from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.settings import HttpSettings, names_this_machine
 
 Scope = MutableMapping[str, Any]
@@ -16,8 +17,12 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = {("GET", "/"), ("HEAD", "/"), ("GET", "/health"), ("POST", "/load_model")}
+OPEN = {("GET", "/"), ("GET", "/health"), ("POST", "/load_model")}
 """What needs no key: the page itself, whether the server lives, and what transformers' client asks without one."""
+LAST = {"connection": "close"}
+"""Of an answer before a body was read."""
+MOST_BODIES = 16
+"""Of the largest size, those of all requests under way may be together."""
 UNREAD_BYTES = 1 << 20
 """Of a refused request's body, what is still read: a client that sends hears an answer only then."""
 
@@ -30,6 +35,8 @@ class Guard:
     settings: HttpSettings
     count: Callable[[str, int], None]
     """Is told the path and the status of every answer."""
+    _held: int = 0
+    """Bytes of bodies whose requests have not ended."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -43,7 +50,7 @@ class Guard:
         except ApiError as error:
             await self._refuse(error, length, receive, send)
             return
-        started = False
+        started, taken = False, [0]
 
         async def bounded_send(message: Message) -> None:
             nonlocal started
@@ -52,13 +59,15 @@ class Guard:
             await asyncio.wait_for(send(message), self.settings.stall_s)
 
         try:
-            await self.app(scope, self._bounded(receive), bounded_send)
+            await self.app(scope, self._bounded(receive, taken), bounded_send)
         except ApiError as error:
             if not started:
                 await respond(error, send)
         except TimeoutError:
             # To end with an error would be written down as one of the server's.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._held -= taken[0]
 
     def _counted(self, scope: Scope, send: Send) -> Send:
         async def counted_send(message: Message) -> None:
@@ -92,39 +101,41 @@ class Guard:
 
     def _too_large(self) -> ApiError:
         message = f"the body is larger than {self.settings.max_body_bytes} bytes, the most that is read"
-        return ApiError(413, message, code="body_too_large", headers={"connection": "close"})
+        return ApiError(413, message, code="body_too_large", headers=LAST)
 
-    def _bounded(self, receive: Receive) -> Receive:
-        """Receives no more than the limit, and waits for the next part only so long."""
-        taken, complete = 0, False
+    def _bounded(self, receive: Receive, taken: list[int]) -> Receive:
+        """Receives no more than the limit, and waits for the next part only so long; notes how much it took."""
+        complete = False
 
         async def bounded_receive() -> Message:
-            nonlocal taken, complete
+            nonlocal complete
             if complete:
                 # Of whoever waits for an answer there is nothing to hear but that it left.
                 return await receive()
             try:
                 message = await asyncio.wait_for(receive(), self.settings.stall_s)
             except TimeoutError:
-                raise ApiError(
-                    408, "the body did not come in time", code="timeout", headers={"connection": "close"}
-                ) from None
-            taken += len(message.get("body", b""))
+                raise ApiError(408, "the body did not come in time", code="timeout", headers=LAST) from None
+            more = len(message.get("body", b""))
+            taken[0] += more
+            self._held += more
             complete = not message.get("more_body", False)
-            if taken > self.settings.max_body_bytes:
+            if taken[0] > self.settings.max_body_bytes:
                 raise self._too_large()
+            if self._held > MOST_BODIES * self.settings.max_body_bytes:
+                raise unavailable("the requests under way are too large for one more; try again later", LAST)
             return message
 
         return bounded_receive
 
     async def _refuse(self, error: ApiError, length: int | None, receive: Receive, send: Send) -> None:
         if length is not None and 0 < length <= UNREAD_BYTES:
-            receive = self._bounded(receive)
-            try:
+            taken = [0]
+            receive = self._bounded(receive, taken)
+            with suppress(ApiError):
                 while (await receive()).get("more_body", False):
                     pass
-            except ApiError:
-                pass
+            self._held -= taken[0]
         await respond(error, send)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
+from inspect import signature
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +72,10 @@ class ServedModel:
         if self.tokenizer.chat_template is None:
             message = f"{self.name} has no chat template; use /v1/completions"
             raise ApiError(400, message, code="no_chat_template")
+        if taken := sorted(options.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys()):
+            # A template of a stranger's own, for one, could compute for hours.
+            message = f"chat_template_kwargs: {taken[0]} is not for requests to say"
+            raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
         self._check_letters(sum(len(message["content"]) for message in messages))
         try:
             text = self.tokenizer.apply_chat_template(

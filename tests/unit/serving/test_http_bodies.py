@@ -114,6 +114,8 @@ COMPLETIONS = "/v1/completions"
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
         (CHAT, {"generation_config": "[]"}, "generation_config"),
         (CHAT, {"generation_config": '{"temperature": "warm"}'}, "generation_config: temperature"),
+        (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template is not for requests to say"),
+        (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "tokenize is not for requests to say"),
         (CHAT, {"unheard_of": 1}, "unheard_of"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[]]}, "no tokens"),

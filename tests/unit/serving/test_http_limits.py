@@ -126,6 +126,20 @@ def test_a_body_without_a_length_is_read_as_far_as_the_limit(url: str) -> None:
         check_error(read(connection), 413)
 
 
+def test_bodies_of_all_requests_are_bounded_together(
+    loop: tuple[ServingLoop, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megakv.serving.http.guard.MOST_BODIES", 2)
+    file_less = HttpSettings(NAME, port=0, max_body_bytes=BODY_BYTES, stall_s=MOST_S)
+    with running(loop, file_less) as url:
+        begun = head(f"content-length: {BODY_BYTES}") + b" " * (BODY_BYTES - 1)
+        with closing(connect(url)) as first, closing(connect(url)) as second:
+            first.sendall(begun)
+            second.sendall(begun)
+            wait_for(lambda: httpx.post(url + CHAT, json=BODY, timeout=MOST_S).status_code == 503)
+        wait_for(lambda: httpx.post(url + CHAT, json=BODY, timeout=MOST_S).status_code == 200)
+
+
 def test_long_headers(url: str) -> None:
     for size, status in ((10_000, 431), (200_000, 400)):
         with closing(connect(url)) as connection:
