@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
-WAIT_S = 60.0
+WAIT_S = 120.0
 
 
 def find_browser() -> str | None:

@@ -17,7 +17,7 @@ import psutil
 from tests.distributed.launch import GRACE_S, ROOT
 
 START_S = 180.0
-END_S = 60.0
+END_S = 120.0
 NAME = "tiny"
 
 

@@ -21,7 +21,7 @@ from tests.distributed.launch import run_command
 from tests.distributed.models import prose, save_model
 from tests.distributed.serving import END_S, NAME, START_S, Server
 
-LONG = 400
+LONG = 200
 PROMPT = 150
 
 
