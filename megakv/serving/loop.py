@@ -76,7 +76,9 @@ class ServingLoop:
         self._changing = threading.Lock()
         self._kv = KVMemory(settings.kv_tokens or 0, 0)
         self._memory: tuple[int, ...] = ()
-        self._sent_at = self._reported_at = time.monotonic()
+        self._sent_at = time.monotonic()
+        # With the first plan.
+        self._reported_at = -REPORT_SECONDS
         self._failures = 0
 
     # Of rank 0, by any thread

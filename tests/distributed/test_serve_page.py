@@ -64,7 +64,7 @@ def test_a_document_is_read_once_and_asked_about(browser: Browser, tmp_path: Pat
         cached = int(text.partition(" of them cached")[0].rpartition(" ")[2])
         assert cached >= DOCUMENT, text
         browser.wait_for("document.querySelectorAll('#documents td').length >= 5")
-        assert browser.run("document.querySelectorAll('#ranks td').length") == 4
+        browser.wait_for("document.querySelectorAll('#ranks td').length === 4")
         assert "tokens kept" in browser.run("document.getElementById('load').textContent")
         # A long answer can be stopped.
         browser.run("document.getElementById('anew').click()")
