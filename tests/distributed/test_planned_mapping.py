@@ -1,7 +1,6 @@
 """``megakv plan --budgets --mapping``, and a run on real ranks by what it wrote: the tokens of heads in runs."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,11 @@ from megakv.costmodel.presets import hardware
 from megakv.fairkv.layer import contiguous_layer
 from megakv.fairkv.mapping import load_mapping
 from megakv.launcher.command import main
-from tests.distributed.launch import run_command
+from megakv.tracking.report import RunReport, load_report
+from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.models import prose, save_model
 
+RUN = ROOT / "launcher" / "run.py"
 PROMPT, SEQUENCES = 404, 512
 LEAVES = [20.0, 18.0, 2.0, 1.0]
 
@@ -24,14 +25,13 @@ def small_machine() -> dict[str, Any]:
     return hardware("h100-rdma").spec.model_copy(update=changes).model_dump(mode="json")
 
 
-def answered(model: Path, config: dict[str, Any], folder: Path, name: str) -> dict[str, Any]:
+def answered(model: Path, config: dict[str, Any], folder: Path, name: str) -> RunReport:
     """A run by a configuration."""
-    files = {kind: folder / f"{name}.{kind}.json" for kind in ("config", "answers")}
+    files = {kind: folder / f"{name}.{kind}.json" for kind in ("config", "report")}
     files["config"].write_text(json.dumps(config))
-    words = [model, "--config", files["config"], "--prompt-file", folder / "prompt.txt", "--max-new-tokens", 12]
-    command = [sys.executable, "-m", "megakv", "run", *map(str, words), "--json", str(files["answers"])]
-    run_command(command, timeout=120).check()
-    return json.loads(files["answers"].read_text())
+    words = ["--model", model, "--config", files["config"], "--prompt-file", folder / "prompt.txt"]
+    run_ranks(RUN, *words, "--max-new-tokens", "12", "--json", files["report"], ranks=2, timeout=240).check()
+    return load_report(files["report"])
 
 
 def test_a_run_by_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,6 +57,7 @@ def test_a_run_by_what_was_planned(tmp_path: Path, capsys: pytest.CaptureFixture
     contiguous = answered(model, config, tmp_path, "contiguous")
     fairkv["mapping"] = files["mapping"]
     mapped = answered(model, config, tmp_path, "mapped")
-    for answer in (contiguous, mapped):
-        assert answer["prompt_tokens"] == PROMPT and len(answer["answers"][0]["tokens"]) == 12
-    assert mapped["answers"][0]["tokens"] == contiguous["answers"][0]["tokens"]
+    assert mapped.balance is not None and mapped.balance.mapping == files["mapping"]
+    assert contiguous.balance is not None and contiguous.balance.mapping is None
+    assert mapped.prompt_tokens == PROMPT and len(mapped.answers[0].tokens) == 12
+    assert mapped.answers[0].tokens == contiguous.answers[0].tokens
