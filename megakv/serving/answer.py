@@ -7,10 +7,13 @@ from typing import Literal
 
 import numpy as np
 
-from megakv.serving.prefix_node import Node, Tokens
+from megakv.serving.prefix_node import Node, Tokens, common
 from megakv.serving.request import Request
 from megakv.serving.sampler import Sampler
 from megakv.serving.scheduler import Reader
+
+LEAST_SHARED = 16
+"""So many tokens that another prompt is about to read are waited for, rather than read twice."""
 
 
 @dataclass(eq=False)
@@ -72,6 +75,12 @@ class Answer:
     def reader(self) -> Reader:
         """As the scheduler sees it."""
         return Reader(self.priority, self.user, self.arrival, self.cached, self.left)
+
+    def shares(self, other: Answer) -> bool:
+        """Whether it and another one that is at the same node go on alike, for long enough to wait for it."""
+        least = min(LEAST_SHARED, self.left - 1)
+        first = self.ids(self.cached, self.cached + least)
+        return least > 0 and common(first, other.ids(other.cached, other.cached + least)) >= least
 
     def wait(self, root: Node) -> None:
         """It has no cache any more."""

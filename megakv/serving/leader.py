@@ -12,7 +12,7 @@ from torch import Tensor
 from megakv.serving.answer import Answer
 from megakv.serving.pass_times import PassSize
 from megakv.serving.plan import Attach, Await, Close, Plan
-from megakv.serving.prefix_node import Node, common
+from megakv.serving.prefix_node import Node
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
@@ -20,8 +20,6 @@ from megakv.serving.scheduler import Queue, Scheduler, turns
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts
 
-LEAST_SHARED = 16
-"""So many tokens that another prompt is about to read are waited for, rather than read twice."""
 MOST_FAILURES = 2
 """An answer that was part of so many passes that failed ends with the error."""
 
@@ -81,7 +79,7 @@ class Leader:
 
     def cancel(self, request_id: str) -> None:
         """A request ends, if it has not yet."""
-        if (answer := self._by_id.get(request_id)) is not None:
+        if answer := self._by_id.get(request_id):
             self._end(answer, Finished("cancelled"))
 
     @property
@@ -130,17 +128,10 @@ class Leader:
         for at in turns([answer.reader() for answer in reading]):
             answer = reading[at]
             others = ahead.setdefault(answer.node.id, [])
-            if not any(self._shares(answer, other) for other in others):
+            if not any(answer.shares(other) for other in others):
                 others.append(answer)
                 found.append(answer)
         return found
-
-    @staticmethod
-    def _shares(answer: Answer, other: Answer) -> bool:
-        """Whether two that are at the same node go on alike, for long enough."""
-        least = min(LEAST_SHARED, answer.left - 1)
-        first = answer.ids(answer.cached, answer.cached + least)
-        return least > 0 and common(first, other.ids(other.cached, other.cached + least)) >= least
 
     def _admit(self, now: float) -> None:
         while (answer := self.queue.head(self.running)) is not None:
@@ -240,9 +231,8 @@ class Leader:
 
     def _hand_out(self, answers: Sequence[Answer], logits: Tensor) -> None:
         tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
-        now = time.monotonic()
         for answer, token in zip(answers, tokens, strict=True):
-            self._tell(answer, token, now)
+            self._tell(answer, token, time.monotonic())
 
     def _tell(self, answer: Answer, token: Token, now: float) -> None:
         if answer.token_at is None:

@@ -144,7 +144,8 @@ class Simulation:
                 case Close(sequence):
                     del self.caches[sequence]
                 case Drop(node):
-                    del self.spans[node]
+                    # What could not be read, behind other such, is gone already.
+                    self.spans.pop(node, None)
                 case Load(node, part):
                     self.spans[node] = self.files[part.key][part.first : part.last]
                     if part.key in self.breaks:
