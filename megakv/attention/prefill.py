@@ -68,6 +68,10 @@ class PrefillKernel:
             seconds.append(min(timeit.repeat(call, number=1, repeat=TRIALS)))
         return seconds[0] / seconds[1]
 
+    def rounds(self, dtype: torch.dtype) -> bool:
+        """Whether weights are rounded to this type of inputs."""
+        return self.pairs and dtype == torch.bfloat16
+
     @staticmethod
     def computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> bool:
         """Whether they fit together: it reads addresses, so what does not must not come to it."""
@@ -97,9 +101,8 @@ class PrefillKernel:
         bias = () if alibi is None else (alibi.slopes_H.float(), alibi.q_slots_L, alibi.k_positions_S)
         # Held until the call is over.
         held = [x.contiguous() for x in bias]
-        pairs = self.pairs and q.dtype == torch.bfloat16
         problem = PROBLEM.pack(
-            TYPES[q.dtype], pairs, kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
+            TYPES[q.dtype], self.rounds(q.dtype), kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
             *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], causal,
             *((0, 0) if ranges is None else (each.ctypes.data for each in ranges)),
             *((x.data_ptr() for x in held) if held else (0, 0, 0)),
@@ -142,7 +145,7 @@ def _problem(kernel: PrefillKernel) -> str:
                 dense_attention(q, k, v, 0.1, visible_LS=visible, softcap=2.0, bias_HLS=bias),
             ),
         )
-        tolerance = ROUNDED_TOLERANCE if kernel.pairs and dtype == torch.bfloat16 else TOLERANCE
+        tolerance = ROUNDED_TOLERANCE if kernel.rounds(dtype) else TOLERANCE
         for found, expected in results:
             if problem := difference(found, expected, tolerance):
                 return f"compiled, {problem} for {dtype}"

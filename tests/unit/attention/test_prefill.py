@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megakv.attention import backends, library
-from megakv.attention.prefill import PrefillKernel, load_prefill
+from megakv.attention.prefill import ROUNDED_TOLERANCE, PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, dense_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -67,12 +67,10 @@ def random_ranges(rng, rows, keys):
 def assert_close(actual, expected, tolerance=3e-6, rounded=False):
     """Where weights are rounded to bfloat16, outputs differ by a unit or two of its last place, log-sum-exps do not."""
     assert actual[0].dtype == actual[1].dtype == torch.float32
-    for found, true, bound in zip(actual, expected, (2**-7 if rounded else tolerance, tolerance), strict=True):
+    for found, true, bound in zip(
+        actual, expected, (ROUNDED_TOLERANCE if rounded else tolerance, tolerance), strict=True
+    ):
         torch.testing.assert_close(found.double(), true, rtol=bound, atol=bound)
-
-
-def rounds(kernel, dtype):
-    return kernel.pairs and dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -82,7 +80,7 @@ def test_it_agrees_with_the_reference(kernel, threads):
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         for rows, keys in shapes * 3:
             q, k, v = random_case(generator, rows=rows, keys=keys)
-            scale, rounded = q.shape[2] ** -0.5, rounds(kernel, q.dtype)
+            scale, rounded = q.shape[2] ** -0.5, kernel.rounds(q.dtype)
             assert kernel.computes(q, k, v, scale)
             assert_close(pool.submit(kernel, q, k, v, scale).result(), dense_attention(q, k, v, scale), rounded=rounded)
             triangle = torch.ones(rows, keys, dtype=torch.bool).tril()
@@ -112,7 +110,7 @@ def test_squares_windows_caps_and_biases(kernel):
                 q, k, v, 0.2, visible_LS=visible, softcap=softcap, bias_HLS=bias if sloped else None
             )
             found = kernel(q, k, v, 0.2, ranges=(low, high), **given)
-            assert_close(found, expected, 6e-6, rounded=rounds(kernel, q.dtype))
+            assert_close(found, expected, 6e-6, rounded=kernel.rounds(q.dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -123,7 +121,7 @@ def test_scores_far_apart(kernel, dtype):
     v = torch.arange(200.0)[None, :, None].expand(1, 200, 16).contiguous()
     for query in (1.0, -1.0, 0.0, 1e-30, 100 / 4):
         q, k, v = (x.to(dtype) for x in (torch.full((1, 70, 16), query), k, v))
-        assert_close(kernel(q, k, v, 1.0), dense_attention(q, k, v, 1.0), 1e-5, rounded=rounds(kernel, dtype))
+        assert_close(kernel(q, k, v, 1.0), dense_attention(q, k, v, 1.0), 1e-5, rounded=kernel.rounds(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -173,7 +171,7 @@ def test_errors_of_16_bits(kernel, gap):
             theirs = call(*copies, 0.0, False, scale=scale)
             for own, their, exact in zip(kernel(*inputs, scale), theirs, true, strict=True):
                 errors = [(x.double() - exact).square().mean().sqrt().item() for x in (own, their[0])]
-                exactly = own.dim() == 3 and not rounds(kernel, dtype)
+                exactly = own.dim() == 3 and not kernel.rounds(dtype)
                 assert errors[0] <= (0.01 if exactly else 1.05) * errors[1]
 
 
@@ -181,7 +179,7 @@ def test_any_strides(kernel):
     generator = torch.Generator().manual_seed(1)
     q, k, v = random_case(generator, rows=70, keys=90)
     strided = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    rounded = rounds(kernel, q.dtype)
+    rounded = kernel.rounds(q.dtype)
     assert_close(kernel(*strided, 0.25), dense_attention(q, k, v, 0.25), rounded=rounded)
     shared = k[:1].expand(len(k), -1, -1)
     assert_close(kernel(q, shared, v, 0.25), dense_attention(q, shared, v, 0.25), rounded=rounded)
