@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.harness.virtual_ring import Heads, VirtualRing, Watch, matmul_rate
+from megakv.attention.prefill import ROUNDED_TOLERANCE
 from megakv.attention.reference import dense_attention
 from tests.unit.benchmarks.running import fork_benchmark
 
@@ -76,7 +77,8 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert row["tflops"] == pytest.approx(rate / 1e12)
         assert row["matmul_fraction"] == pytest.approx(row["tflops"] / row["matmul_tflops"])
         assert 0 < row["merge_share"] < 1
-        assert 0 < row["output_error"] < 1e-4 and row["lse_error"] < 1e-4
+        # Where bfloat16 is multiplied by pairs, weights are rounded to it.
+        assert 0 < row["output_error"] < ROUNDED_TOLERANCE and row["lse_error"] < 1e-4
     summary = report["summary"]
     assert summary["context"] == 1024
     assert [(cell["context"], cell["ranks"]) for cell in summary["skipped"]] == [(1 << 30, 2), (1 << 30, 3)]

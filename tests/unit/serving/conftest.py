@@ -37,9 +37,10 @@ class Served:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=MOST_S)
 
     def greedy(self, prompt: list[int], count: int) -> list[int]:
-        """What the plain model answers."""
+        """What the plain model answers, with the tokenizer's end of a turn beside the model's."""
+        ends = {"eos_token_id": sorted(self.model.end_ids)} if self.model.end_ids else {}
         with torch.inference_mode():
-            made = self.plain.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+            made = self.plain.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False, **ends)
         return made[0, len(prompt) :].tolist()
 
 
