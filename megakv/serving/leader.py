@@ -232,7 +232,10 @@ class Leader:
     def _hand_out(self, answers: Sequence[Answer], logits: Tensor) -> None:
         tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
         for answer, token in zip(answers, tokens, strict=True):
-            self._tell(answer, token, time.monotonic())
+            if token is None:
+                self._end(answer, Finished("error", "the model's logits are not finite: another dtype may be needed"))
+            else:
+                self._tell(answer, token, time.monotonic())
 
     def _tell(self, answer: Answer, token: Token, now: float) -> None:
         if answer.token_at is None:

@@ -20,6 +20,10 @@ from transformers import (
 from megakv.serving.request import Sampling, Token
 
 MOST_SEED = (1 << 63) - 1
+LEAST_TEMPERATURE = 1e-5
+"""Below it the likeliest token is all but certain, and logits over it might not be finite."""
+LEAST_PENALTY = 1e-3
+"""For repetition: what logits are divided by must leave them finite."""
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
@@ -29,7 +33,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         "top_p": (0 < sampling.top_p <= 1, "above 0, up to 1"),
         "top_k": (sampling.top_k >= 0, "0 for all tokens, or how many"),
         "min_p": (0 <= sampling.min_p <= 1, "from 0 to 1"),
-        "repetition_penalty": (sampling.repetition_penalty > 0, "above 0; 1 for none"),
+        "repetition_penalty": (sampling.repetition_penalty >= LEAST_PENALTY, f"{LEAST_PENALTY:g} or more; 1 for none"),
         "presence_penalty": (True, "a number"),
         "frequency_penalty": (True, "a number"),
         "seed": (sampling.seed is None or abs(sampling.seed) <= MOST_SEED, "a whole number of 64 bits"),
@@ -52,6 +56,7 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, logprobs: int | None = None):
         self._sampling, self._logprobs = sampling, logprobs
+        self._likeliest = sampling.temperature < LEAST_TEMPERATURE
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
@@ -62,7 +67,7 @@ class Sampler:
         penalty = sampling.repetition_penalty
         self._repetition = None if penalty == 1 else RepetitionPenaltyLogitsProcessor(penalty)
         self._warpers = LogitsProcessorList()
-        if sampling.temperature not in (0, 1):
+        if not self._likeliest and sampling.temperature != 1:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
@@ -79,7 +84,7 @@ class Sampler:
         """Whether the likeliest token is all that is wanted."""
         sampling = self._sampling
         changes = self._penalised or self._repetition is not None or len(sampling.logit_bias) > 0
-        return sampling.temperature == 0 and not changes and self._logprobs is None
+        return self._likeliest and not changes and self._logprobs is None
 
     def next(self, logits_V: Tensor, tokens: Sequence[int]) -> Token:
         """The next of an answer, behind all `tokens`, those of the prompt included."""
@@ -93,7 +98,7 @@ class Sampler:
             scores_V[ids] -= self._sampling.presence_penalty + self._sampling.frequency_penalty * counts
         if len(self._bias_ids):
             scores_V[self._bias_ids] += self._biases
-        if self._sampling.temperature == 0:
+        if self._likeliest:
             chosen = int(scores_V.argmax())
         else:
             # No processor among these looks at tokens.
@@ -108,11 +113,17 @@ class Sampler:
         return Token(chosen, float(logprobs_V[chosen]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
-def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token]:
-    """The next token of each of several answers, from the logits behind its last."""
-    likeliest = logits_BV.argmax(-1).tolist() if any(sampler.plain for sampler in samplers) else []
+def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token | None]:
+    """The next token of each of several answers, from the logits behind its last; None where these are no numbers."""
+    largest_B, likeliest_B = logits_BV.max(-1)
+    finite, likeliest = largest_B.isfinite().tolist(), likeliest_B.tolist()
     host_BV = logits_BV if all(sampler.plain for sampler in samplers) else logits_BV.cpu()
-    return [
-        Token(likeliest[row]) if sampler.plain else sampler.next(host_BV[row], tokens[row])
-        for row, sampler in enumerate(samplers)
-    ]
+    found: list[Token | None] = []
+    for row, sampler in enumerate(samplers):
+        if not finite[row]:
+            found.append(None)
+        elif sampler.plain:
+            found.append(Token(likeliest[row]))
+        else:
+            found.append(sampler.next(host_BV[row], tokens[row]))
+    return found

@@ -101,6 +101,26 @@ def test_a_batch_is_sampled_as_each_alone() -> None:
 
 
 @pytest.mark.parametrize(
+    "sampling",
+    [Sampling(temperature=1e-40), Sampling(temperature=1e-300), Sampling(temperature=0.01, repetition_penalty=1e-3)],
+)
+def test_no_setting_that_is_allowed_makes_probabilities_that_are_none(sampling: Sampling) -> None:
+    logits_V, seen = 30 * torch.randn(V), list(range(0, V, 2))
+    check_sampling(sampling, V)
+    chosen = Sampler(sampling).next(logits_V, seen).id
+    if sampling.repetition_penalty == 1:
+        assert chosen == int(logits_V.argmax())
+
+
+def test_an_answer_whose_logits_are_no_numbers_leaves_the_others_alone() -> None:
+    logits_BV = torch.randn(4, V)
+    logits_BV[0, 3], logits_BV[2, 5], logits_BV[3] = float("nan"), float("inf"), -float("inf")
+    for sampling in (Sampling(temperature=0), Sampling()):
+        told = sample(logits_BV, [Sampler(sampling) for _ in range(4)], [[1]] * 4)
+        assert [token is None for token in told] == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
     ("changes", "name"),
     [
         ({"temperature": -1}, "temperature"),
@@ -110,6 +130,7 @@ def test_a_batch_is_sampled_as_each_alone() -> None:
         ({"top_k": -1}, "top_k"),
         ({"min_p": 2}, "min_p"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
         ({"presence_penalty": float("inf")}, "presence_penalty"),
         ({"seed": 1 << 70}, "seed"),
         ({"logit_bias": {V: 1.0}}, "logit_bias"),
