@@ -38,8 +38,9 @@ class Turn:
 
     @cached_property
     def letters(self) -> int:
-        """What it added, with room for its frame."""
-        return 2000 + sum(len(str(value)) for message in self.added for value in message.values())
+        """What it added and what its response repeats of the body, with room for its frame."""
+        added = sum(len(str(value)) for message in self.added for value in message.values())
+        return 2000 + added + len(str(self.response))
 
 
 class Conversations:

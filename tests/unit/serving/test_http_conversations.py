@@ -35,3 +35,11 @@ def test_letters_are_bounded_and_shared_ones_count_once() -> None:
     kept.keep("after", turn(chain, 9_000))
     assert kept.find("after", "one") is not None and len(kept._turns) == 1
     assert [message["role"] for message in turn(chain, 1).messages] == ["user", "user"]
+
+
+def test_what_a_response_repeats_of_its_body_counts() -> None:
+    kept = Conversations(most=1000, most_letters=100_000)
+    for number in range(20):
+        response = {"tools": [{"name": "a" * 30_000}]}
+        kept.keep(f"call {number}", Turn("one", None, ({"role": "user", "content": "a"},), response))
+    assert len(kept._turns) <= 3
