@@ -36,6 +36,12 @@ class Inbox:
         """Requests that are not served yet."""
         return len(self._requests) + self.queued
 
+    @property
+    def drained(self) -> bool:
+        """Whether no more comes: none is taken in any more, and none that was is still here."""
+        with self._changed:
+            return self.state == "draining" and not self._requests
+
     def submit(self, request: Request) -> None:
         """Take a request in; a RefusedError if none is taken now, a ValueError if its id is in use."""
         with self._changed:

@@ -270,7 +270,7 @@ class ServingLoop:
                 if now - self._reported_at > REPORT_SECONDS:
                     self._reported_at = now
                     plan = replace(plan, reports=True)
-            elif leader.idle and self._inbox.state == "draining":
+            elif leader.idle and self._inbox.drained:
                 plan = Plan(ends=True)
             elif now - self._sent_at > self._mesh.timeout_s / 4:
                 # The others would not wait for ever.
