@@ -74,8 +74,8 @@ class PrefixStore:
         coming.add_done_callback(cut)
 
     def is_here(self, node: int) -> bool:
-        """Whether this rank would not have to wait for a span that is being read."""
-        return node not in self._coming or self._coming[node].done()
+        """Whether a span that is to be read has been: of one that was only just planned nothing has begun."""
+        return node in self._coming and self._coming[node].done()
 
     def receive(self, command: Await) -> dict[int, str]:
         """Wait for what is being read; what could not be, and why."""
