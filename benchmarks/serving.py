@@ -1,0 +1,76 @@
+"""What `megakv serve` does for many at a time: the command itself, its ranks, and a client that speaks HTTP with it.
+
+Every part is a file of its own in the harness: it starts the servers it needs, measures, and says what of it is the
+summary and what the pictures. Streams, prompts and traces are drawn with --seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from harness.launch import Rows, Summary, benchmark_alone
+from harness.options import DTYPES, Options
+
+PARTS = ("answers", "gaps", "trace", "returns", "restart", "throughput", "memory", "vllm")
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    options = Options(__doc__)
+    options.output()
+    options.add("--quick", False, "less of everything: 8 minutes")
+    options.names("--parts", PARTS, ",".join(PARTS), "what to measure")
+    options.add("--model", "", "folder of the model, with its tokenizer; SmolLM2-135M-Instruct if none is named")
+    options.add("--ranks", 2, "context-parallel ranks of a server", kind=int)
+    options.add("--threads", 1, "threads of every rank")
+    options.choice("--dtype", DTYPES, "bf16", "of weights and cache; `answers` takes fp32")
+    options.add("--max-gap", 0.3, "of the server, in seconds")
+    options.add("--seed", 23, "of everything that is drawn", least=0)
+    options.add("--requests", {"": 500, "quick": 40}, "answers: how many")
+    options.add("--longest", {"": 6000, "quick": 1500}, "answers: tokens of a prompt at most")
+    options.add("--prompt", 7000, "gaps, returns, restart: tokens of the prompt that is read")
+    options.add("--streams", 4, "gaps: streams beside it")
+    options.add("--repeats", {"": 3, "quick": 1}, "gaps, returns, restart: rounds")
+    options.add("--trace", "", "trace: a JSONL in Mooncake's format; one is generated if none is named")
+    options.add("--trace-requests", {"": 300, "quick": 48}, "trace: its first so many requests")
+    options.add("--divide", 24, "trace: by what its lengths are divided")
+    options.numbers("--concurrent", {"": "1,4,16,64", "quick": "1,4,16,64"}, "throughput: streams at a time")
+    options.add("--short", {"": 5000, "quick": 600}, "memory: short requests")
+    options.add("--new-tokens", {"": 64, "quick": 24}, "throughput: tokens of an answer")
+    return options.parse(argv)
+
+
+def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
+    from importlib import import_module
+
+    from harness.publish import show_summary
+    from harness.serving_prompts import prepared_model
+
+    from megakv.errors import MegaKVError
+
+    arguments.model = str(prepared_model(arguments))
+    rows: Rows = []
+    summary: Summary = {"not_run": {}}
+    charts: list[Any] = []
+    for name in arguments.parts:
+        part = import_module(f"harness.serving_{name}")
+        try:
+            found = part.measure(arguments)
+        except MegaKVError as error:
+            if name != "vllm":
+                raise
+            summary["not_run"][name] = str(error)
+            print(f"{name}: not measured: {error}", file=sys.stderr)
+            continue
+        own, drawn = part.report(found)
+        rows += [{"part": name, **row} for row in found]
+        summary |= own
+        charts += drawn
+    show_summary(summary)
+    return rows, summary, charts
+
+
+if __name__ == "__main__":
+    sys.exit(benchmark_alone("serving", parse_arguments(), run))
