@@ -1,0 +1,96 @@
+"""benchmarks/serving.py: tiny real runs through the command and HTTP, its traces, and what is refused."""
+
+import json
+import sys
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.distributed.launch import ROOT
+from tests.unit.benchmarks.running import BENCHMARKS, run_benchmark
+
+sys.path.append(str(BENCHMARKS))
+from harness.serving_conversations import BLOCK, generated, read_trace  # noqa: E402
+from harness.serving_trace import unbounded  # noqa: E402
+
+MODEL = ROOT / "recipes" / "passkey" / "model"
+run = partial(run_benchmark, "serving.py", timeout=280)
+TINY = (
+    "--quick", "--model", MODEL, "--dtype", "fp32", "--requests", "8", "--longest", "60", "--prompt", "300",
+    "--streams", "2", "--trace-requests", "4", "--concurrent", "1,3", "--short", "20", "--new-tokens", "4",
+)  # fmt: skip
+
+
+@pytest.mark.drawn("benchmarks")
+def test_answers_and_throughput(tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    done = run("--parts", "answers,throughput", *TINY, "--json", path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    rows, summary = report["rows"], report["summary"]
+    answers = [row for row in rows if row["part"] == "answers"]
+    assert len(answers) == 8 and summary["answers"]["tokens"] == sum(row["compared"] for row in answers)
+    assert summary["answers_equal"] or summary["answers"]["differing_at_near_ties"], answers
+    rates = [row for row in rows if row["part"] == "throughput"]
+    assert [row["streams"] for row in rates] == [1, 3]
+    assert all(answer["tokens"] == 4 for row in rates for answer in row["answers"])
+    over = rates[1]["tokens_per_second"] / rates[0]["tokens_per_second"]
+    assert summary["throughput_over_one"] == {"1": 1.0, "3": pytest.approx(over)}
+
+
+@pytest.mark.full
+def test_all_other_parts(tmp_path: Path) -> None:
+    path = tmp_path / "serving.json"
+    done = run("--parts", "gaps,trace,returns,restart,memory", *TINY, "--json", path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    parts = {name: [row for row in report["rows"] if row["part"] == name] for name in report["args"]["parts"]}
+    assert [row["decode_share"] for row in parts["gaps"]] == [0.0, 0.5]
+    assert all(row["longest_gap"] == max(max(each) for each in row["gaps"]) for row in parts["gaps"])
+    assert report["summary"]["computed_over_unbounded_cache"] == 1.0
+    (returned,), (restarted,) = parts["returns"], parts["restart"]
+    assert returned["cached_tokens"][0] >= 0.9 * 300 and restarted["cached_tokens"] == [299]
+    assert restarted["tokens_equal"] == [True] and restarted["ranks_after"] == 1
+    assert parts["memory"][-1]["requests"] == 20 and len(parts["memory"][-1]["rss"]) == 2
+
+
+def test_generated_traces_have_the_published_statistics() -> None:
+    found = generated(20_000, Random().randrange(1 << 30))
+    lengths = sorted(request.length for request in found)
+    seen: set[int] = set()
+    shared = 0
+    for request in found:
+        assert len(request.blocks) == -(-request.length // BLOCK)
+        shared += BLOCK * len(seen.intersection(request.blocks))
+        seen.update(request.blocks)
+    assert sum(lengths) / len(lengths) == pytest.approx(12_035, rel=0.1)
+    assert lengths[len(lengths) * 99 // 100] == pytest.approx(85_401, rel=0.2)
+    assert shared / sum(lengths) == pytest.approx(0.366, rel=0.1)
+
+
+def test_a_trace_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 5]}
+    path.write_text(f"{json.dumps(line)}\n" * 3 + "{}\n")
+    assert [(each.length, each.output, each.blocks) for each in read_trace(path, 2)] == [(700, 3, (0, 5))] * 2
+    with pytest.raises(ValueError, match="line 4 is none of Mooncake's"):
+        read_trace(path, 4)
+
+
+def test_an_unbounded_cache_has_all_beginnings() -> None:
+    assert unbounded([[1, 2, 3], [1, 2, 3], [1, 2, 4, 5], [7], [1, 2, 3, 4]]) == [3, 1, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--parts", "nothing"], "--parts nothing: allowed: each of answers, gaps"),
+        (["--model", "nowhere"], "--model nowhere: there is no config.json"),
+        (["--model", MODEL, "--prompt", "20000"], "--prompt 20000: the model's positions leave 16128"),
+    ],
+)
+def test_impossible_arguments(arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode in (1, 2) and message in done.stderr
