@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
 from megakv.distributed.direct import MESSAGE_BYTES, cores_suffice, exchange
-from megakv.distributed.failures import Failures
+from megakv.distributed.failures import Failures, broke
 from megakv.distributed.guard import Guard
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
@@ -59,8 +59,10 @@ class Communicator:
             peers = self._gathered(Peer.this(mesh.rank))
             hosts = store_hosts() if mesh.world_size > 1 else ()
             channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
-        except BaseException:
+        except BaseException as error:
             mesh.end()
+            if broke(error):
+                raise PeerLostError(f"another rank was lost while the mesh was made: {error}") from error
             raise
         self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s, mesh.sever, channel)
         self._spins = cores_suffice(self.watch.neighbours)

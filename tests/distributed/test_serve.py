@@ -31,13 +31,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plain_answer(model: Path, text: str, count: int) -> str:
-    """What plain transformers answers to a chat's first message."""
+    """What plain transformers answers to a chat's first message, up to where the tokenizer ends a turn."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     messages = [{"role": "user", "content": text}]
     rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(rendered, add_special_tokens=False, return_tensors="pt").input_ids
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    given = plain.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(given if isinstance(given, list) else [given])} - {None}
     with torch.inference_mode():
-        made = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=count, do_sample=False)
+        made = plain.generate(ids, max_new_tokens=count, do_sample=False, eos_token_id=sorted(ends) or None)
     answer: str = tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)
     return answer
 
