@@ -161,7 +161,9 @@ def test_two_at_once_do_not_see_each_other(two: Hosts) -> None:
         two.start(["ssh", "host2", "sleep", "1000"])
         assert other.run(["ssh", "host2", "pgrep -x sleep"], timeout=30).returncode == 1
         assert_between(0, lambda: other.measure().bits_per_s, 1.2 * 100e6)
-        assert two.processes(1) and not other.processes()
+        assert two.processes(1)
+        # What has measured may have ended, and its parent not seen it yet.
+        assert not [process for process in other.processes() if process.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_nothing_stays_after_the_block_however_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
