@@ -120,15 +120,23 @@ def megakv_server(arguments: argparse.Namespace, *words: str | int | float | Pat
 
 
 class VllmServer(Server):
-    """`vllm serve` on as many threads, of the environment that rivals.sh makes."""
+    """What `vllm serve` starts, on as many threads, of the environment that rivals.sh makes."""
 
     def __init__(self, arguments: argparse.Namespace):
         python, self._port = environment(RIVALS["vllm"]), free_port()
         threads = arguments.ranks * arguments.threads
         cores = sorted(os.sched_getaffinity(0))[:threads]
         types = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-        command = [str(python.with_name("vllm")), "serve", arguments.model, "--port", str(self._port)]
-        command += ["--served-model-name", NAME, "--dtype", types[arguments.dtype], "--enable-prompt-tokens-details"]
+        command = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", arguments.model]
+        command += [
+            "--port",
+            str(self._port),
+            "--served-model-name",
+            NAME,
+            "--dtype",
+            types[arguments.dtype],
+            "--enable-prompt-tokens-details",
+        ]
         variables = {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(threads),
