@@ -18,7 +18,8 @@ from transformers import PreTrainedModel
 
 import megakv
 from megakv.attention.chain import ChainLink, ChainPlan
-from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.method import AttentionCall
+from megakv.attention.partial import PackedAttention
 from megakv.attention.ring import KVFormat
 from megakv.attention.runahead import Runahead
 from megakv.launcher.search import search

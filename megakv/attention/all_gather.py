@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megakv.attention.method import AttentionCall, PackedAttention
-from megakv.attention.partial import PartialAttention
+from megakv.attention.method import AttentionCall
+from megakv.attention.partial import PackedAttention, PartialAttention
 from megakv.attention.ring import KVFormat, Scratch
 
 

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from megakv.attention.partial import KVPart, Part, PartialAttention, dense
+from megakv.attention.partial import KVPart, PackedAttention, Part, dense
 from megakv.attention.reference import Scoring
-from megakv.attention.together import PackedRows, attend_runs, attend_together
+from megakv.attention.together import PackedRows, attend_runs, attend_together, single_rows_apart
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
@@ -225,6 +224,11 @@ def attend_here(
         rest = list(call.parts if parts is None else parts)
         if tokens.single and packed is None:
             together, rest = _in_few_calls(call, q_HLD, tokens, rest)
+        elif (
+            not tokens.single
+            and (apart := single_rows_apart(q_HLD, tokens, call.scoring, call.value_dim, rest)) is not None
+        ):
+            together, rest = apart, []
     if together is None or rest:
         attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
         for part in rest:
@@ -248,48 +252,3 @@ def _in_few_calls(
         out, lse, rest = some
         return (out, lse), rest
     return None, parts
-
-
-class PackedAttention:
-    """Running partial attention of packed queries of several sequences, each by a `partial_type`."""
-
-    def __init__(
-        self,
-        q_HLD: Tensor,
-        tokens: TokenBlock,
-        scoring: Scoring,
-        value_dim: int,
-        partial_type: type[PartialAttention] = PartialAttention,
-    ):
-        self._shape = (q_HLD.shape[0], q_HLD.shape[1], value_dim)
-        self._dtype = torch.float64 if q_HLD.dtype == torch.float64 else torch.float32
-        self._device = q_HLD.device
-        self._runs: dict[int, tuple[slice, PartialAttention]] = {}
-        for sequence in range(tokens.batch):
-            run = tokens.run(sequence)
-            if run.stop > run.start:
-                partial = partial_type(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
-                self._runs[sequence] = (run, partial)
-
-    def add(self, part: Part) -> None:
-        """Attend to one part and merge."""
-        if part.sequence in self._runs:
-            part.add_to(self._runs[part.sequence][1])
-
-    def merge(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
-        """Merge the attention of all rows to further keys, computed elsewhere: ``[H, L, Dv]`` and ``[H, L]``."""
-        for run, partial in self._runs.values():
-            partial.merge(out_HLD[:, run], lse_HL[:, run])
-
-    def result(self) -> tuple[Tensor, Tensor]:
-        """``[H, L, Dv]`` outputs and ``[H, L]`` log-sum-exps so far."""
-        if len(self._runs) == 1:
-            run, partial = next(iter(self._runs.values()))
-            if run.stop - run.start == self._shape[1]:
-                return partial.out, partial.lse
-        out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
-        lse = torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
-        for run, partial in self._runs.values():
-            out[:, run] = partial.out
-            lse[:, run] = partial.lse
-        return out, lse

@@ -1,4 +1,4 @@
-"""Partial attention: one sequence's local queries against its keys, part by part, in any order.
+"""Partial attention: sequences' local queries against their keys, part by part, in any order.
 
 The exact results of context parallelism rest on this: each part gives an output and a log-sum-exp, and the merge of all
 parts is the attention over all keys (Context Parallelism, Section 3.2). What a query may see is decided from global
@@ -20,7 +20,7 @@ from megakv.attention.merge import merge_
 from megakv.attention.reference import Alibi, Scoring
 from megakv.attention.visibility import Block, Slots, Visibility, plan_blocks
 from megakv.device import upload
-from megakv.distributed.sharding import IntArray
+from megakv.distributed.sharding import IntArray, TokenBlock
 
 
 class PartialAttention:
@@ -177,3 +177,48 @@ def dense(parts: Iterable[Part]) -> list[KVPart]:
         assert isinstance(part, KVPart), "compressed keys and values do not travel"
         found.append(part)
     return found
+
+
+class PackedAttention:
+    """Running partial attention of packed queries of several sequences, each by a `partial_type`."""
+
+    def __init__(
+        self,
+        q_HLD: Tensor,
+        tokens: TokenBlock,
+        scoring: Scoring,
+        value_dim: int,
+        partial_type: type[PartialAttention] = PartialAttention,
+    ):
+        self._shape = (q_HLD.shape[0], q_HLD.shape[1], value_dim)
+        self._dtype = torch.float64 if q_HLD.dtype == torch.float64 else torch.float32
+        self._device = q_HLD.device
+        self._runs: dict[int, tuple[slice, PartialAttention]] = {}
+        for sequence in range(tokens.batch):
+            run = tokens.run(sequence)
+            if run.stop > run.start:
+                partial = partial_type(q_HLD[:, run], tokens.slot[run], scoring, value_dim)
+                self._runs[sequence] = (run, partial)
+
+    def add(self, part: Part) -> None:
+        """Attend to one part and merge."""
+        if part.sequence in self._runs:
+            part.add_to(self._runs[part.sequence][1])
+
+    def merge(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
+        """Merge the attention of all rows to further keys, computed elsewhere: ``[H, L, Dv]`` and ``[H, L]``."""
+        for run, partial in self._runs.values():
+            partial.merge(out_HLD[:, run], lse_HL[:, run])
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """``[H, L, Dv]`` outputs and ``[H, L]`` log-sum-exps so far."""
+        if len(self._runs) == 1:
+            run, partial = next(iter(self._runs.values()))
+            if run.stop - run.start == self._shape[1]:
+                return partial.out, partial.lse
+        out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
+        lse = torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
+        for run, partial in self._runs.values():
+            out[:, run] = partial.out
+            lse[:, run] = partial.lse
+        return out, lse

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megakv.attention.method import AttentionCall, KVPart, PackedAttention, attend_here
+from megakv.attention.method import AttentionCall, KVPart, attend_here
+from megakv.attention.partial import PackedAttention
 from megakv.attention.ring import KVFormat, Scratch, pass_around
 from megakv.distributed.sharding import TokenBlock
 

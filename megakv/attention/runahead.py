@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from megakv.attention.chain import ChainLink, ChainPlan
-from megakv.attention.method import AttentionCall, PackedAttention
-from megakv.attention.partial import KVPart, dense
+from megakv.attention.method import AttentionCall
+from megakv.attention.partial import KVPart, PackedAttention, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
 from megakv.attention.ring import KVFormat, Scratch

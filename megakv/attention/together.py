@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.backends import Backend, cuda_efficient, cuda_flash, select
 from megakv.attention.compiled import Run, RunTable, load_kernel
-from megakv.attention.partial import KVPart, Part, Scoring
+from megakv.attention.partial import KVPart, PackedAttention, Part, Scoring
 from megakv.attention.visibility import sees_all
 from megakv.distributed.sharding import IntArray, TokenBlock
 
@@ -181,3 +182,29 @@ def attend_runs(
         runs[row].append(Run.of(keys, values))
         kv_heads, _, value_dim = values.shape
     return _decode(q_HLD, runs, kv_heads, value_dim, scoring.scale) if kv_heads else None
+
+
+def single_rows_apart(
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, value_dim: int, parts: Sequence[Part]
+) -> tuple[Tensor, Tensor] | None:
+    """Streams beside prompts that are read: the rows of all sequences that have one go into one kernel call.
+
+    None where there are no two such, or no kernel takes them.
+    """
+    lengths = np.diff(tokens.bounds)
+    single = lengths == 1
+    if q_HLD.device.type != "cpu" or np.count_nonzero(single) < 2:
+        return None
+    rows, others = tokens.bounds[:-1][single], np.flatnonzero(lengths[tokens.sequence] > 1)
+    found = attend_runs(q_HLD[:, rows], tokens.take(rows), scoring, [part for part in parts if single[part.sequence]])
+    if found is None:
+        return None
+    rest = PackedAttention(q_HLD[:, others], tokens.take(others), scoring, value_dim)
+    for part in parts:
+        if not single[part.sequence]:
+            rest.add(part)
+    out = torch.empty((q_HLD.shape[0], q_HLD.shape[1], value_dim), dtype=torch.float32)
+    lse = torch.empty(q_HLD.shape[:2], dtype=torch.float32)
+    for index, (some_out, some_lse) in ((rows, found), (others, rest.result())):
+        out[:, index], lse[:, index] = some_out, some_lse
+    return out, lse

@@ -21,8 +21,8 @@ from megakv.attention.compiled import load_kernel
 from megakv.attention.latent import LatentHeads
 from megakv.attention.library import TYPES
 from megakv.attention.merge import merge_
-from megakv.attention.method import AttentionCall, KVPart, PackedAttention
-from megakv.attention.partial import Part, Scoring
+from megakv.attention.method import AttentionCall, KVPart
+from megakv.attention.partial import PackedAttention, Part, Scoring
 from megakv.attention.visibility import sees_all
 from megakv.device import Clock, HostClock, upload
 from megakv.distributed.sharding import IntArray, TokenBlock

@@ -19,6 +19,8 @@ LEAST_CHUNK = 16
 """New prompt tokens that a pass has in any case, however long it takes."""
 GAP_SHARE = 0.9
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
+IDLE_GAPS = 4
+"""Where nothing decodes, a pass may take so many gaps: small passes cost more, and only newcomers wait for it."""
 OLDEST_SHARE = 4
 """One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
 
@@ -113,7 +115,8 @@ class Scheduler:
             return [0] * len(readers)
         order = turns(readers)
         limit = min(self._settings.chunk_tokens, self._times.trusted_prompt, sum(reader.left for reader in readers))
-        allowed = self._settings.max_gap_s * GAP_SHARE / self._times.margin
+        gaps = GAP_SHARE if decoding.sequences else IDLE_GAPS
+        allowed = self._settings.max_gap_s * gaps / self._times.margin
 
         def fits(total: int) -> bool:
             size = decoding

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from megakv.attention.method import AttentionCall, PackedAttention
+from megakv.attention.method import AttentionCall
+from megakv.attention.partial import PackedAttention
 from megakv.attention.ring import KVFormat, Scratch, pass_around
 
 

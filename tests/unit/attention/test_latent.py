@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.latent import EXPANDED_ROWS, LatentHeads, expanding_pays
-from megakv.attention.method import PackedAttention
-from megakv.attention.partial import KVPart, PartialAttention
+from megakv.attention.partial import KVPart, PackedAttention, PartialAttention
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.attention.together import attend_runs
 from megakv.attention.tsp import RectangleAttention

@@ -9,9 +9,9 @@ import torch
 
 from megakv.attention import together
 from megakv.attention.compiled import DecodeKernel, load_kernel
-from megakv.attention.method import PackedAttention
-from megakv.attention.partial import KVPart, Scoring
-from megakv.attention.together import attend_runs
+from megakv.attention.partial import KVPart, PackedAttention, Scoring
+from megakv.attention.prefill import ROUNDED_TOLERANCE
+from megakv.attention.together import attend_runs, single_rows_apart
 from megakv.distributed.sharding import TokenBlock
 
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no compiled kernel: {load_kernel()[1]}")
@@ -105,3 +105,41 @@ def test_what_is_more_than_that_is_left_to_others(monkeypatch: pytest.MonkeyPatc
     assert attend_runs(queries, tokens, plain, [turned]) is None
     monkeypatch.setattr(together, "load_kernel", lambda: (None, "no compiler"))
     assert attend_runs(queries, tokens, plain, parts) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 90])
+def test_single_rows_beside_prompts(dtype: torch.dtype, window: int | None, calls: list[int]) -> None:
+    """Of several sequences some decode while others read: as each by itself, with one call for those that decode."""
+    for _ in range(4):
+        scoring, parts = Scoring(0.2, window=window), list[KVPart]()
+        sequences, slots = list[int](), list[int]()
+        rows = random.sample([1, 1, random.randint(2, 70), 0, random.randint(2, 20), 1], 6)
+        for sequence, new in enumerate(rows):
+            past = random.randint(1, 80)
+            sequences, slots = sequences + [sequence] * new, slots + list(range(past, past + new))
+            middle = random.randint(1, past)
+            kind = {"kv_heads": 2, "dims": (64, 64), "dtype": dtype}
+            parts += [part(sequence, middle, **kind), part(sequence, past + new - middle, first=middle, **kind)]
+        where = np.array(slots)
+        tokens = TokenBlock(np.array(sequences), where, where, len(rows))
+        queries = torch.randn(len(tokens), 4, 64).to(dtype).transpose(0, 1)
+        expected = PackedAttention(queries.double(), tokens, scoring, 64)
+        for each in parts:
+            expected.add(each._replace(k_KSD=each.k_KSD.double(), v_KSD=each.v_KSD.double()))
+        calls.clear()
+        found = single_rows_apart(queries, tokens, scoring, 64, parts)
+        if found is None:
+            # The window hides some keys of one that decodes.
+            assert window is not None
+            continue
+        assert calls[0] == 3
+        bound = ROUNDED_TOLERANCE if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(found[0].double(), expected.result()[0], rtol=bound, atol=bound)
+        torch.testing.assert_close(found[1].double(), expected.result()[1], rtol=1e-5, atol=1e-5)
+
+
+def test_one_row_alone_is_not_set_apart() -> None:
+    tokens = tokens_at([5, 6, 9], [0, 0, 1])
+    parts = [part(sequence, 10, kv_heads=1, dims=(16, 16)) for sequence in range(2)]
+    assert single_rows_apart(torch.randn(2, 3, 16), tokens, Scoring(0.3), 16, parts) is None

@@ -13,8 +13,7 @@ from torch import Tensor
 from megakv.attention import together
 from megakv.attention.backends import cpu_flash
 from megakv.attention.compiled import load_kernel
-from megakv.attention.method import PackedAttention
-from megakv.attention.partial import KVPart, Scoring
+from megakv.attention.partial import KVPart, PackedAttention, Scoring
 from megakv.attention.together import PackedRows, attend_together
 from megakv.distributed.sharding import TokenBlock
 
