@@ -20,7 +20,7 @@ from megakv.distributed.agreement import Agreement
 from megakv.errors import MegaKVError
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
-from megakv.forward_pass import Generation
+from megakv.forward_pass import Generation, Pauses
 from megakv.generation import (
     LengthLimits,
     candidates_beyond,
@@ -230,11 +230,14 @@ class MegaKVEngine(InferenceEngine):
         check_serves(self._config, length_dependent=self._hooks.length_dependent)
 
     @without_autograd
-    def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Tokens]) -> Tensor:
+    def extend(
+        self, caches: Sequence[ShardedCache], tokens: Sequence[Tokens], *, pauses: Pauses | None = None
+    ) -> Tensor:
         """One pass over new tokens of several sequences: ``[B, V]`` logits behind the last one of each, on every rank.
 
         Each sequence goes on in a cache of its own (`new_cache`), of whatever length, by one token or more; the logits
-        are those of `generate` on it alone. If the pass fails, every cache is as before.
+        are those of `generate` on it alone. If the pass fails, every cache is as before. Within its `pauses` other
+        caches may be extended; what fails there ends this pass, too.
 
         A ValueError where settings cannot be served, or caches and tokens are not such.
         """
@@ -244,7 +247,11 @@ class MegaKVEngine(InferenceEngine):
             for cache, own in zip(caches, tokens, strict=True):
                 self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
-            return self.module(**inputs).logits[:, 0]
+            self._runtime.pauses = pauses
+            try:
+                return self.module(**inputs).logits[:, 0]
+            finally:
+                self._runtime.pauses = None
 
     def session(self) -> Session:
         """A conversation whose keys and values stay sharded between turns."""

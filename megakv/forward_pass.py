@@ -114,6 +114,24 @@ class Generation:
 
 
 @dataclass
+class Pauses:
+    """Where a pass stops between two layers, on all ranks alike, for other passes to run within it (layered prefill).
+
+    What the layers of a pass have in hand is on the stack of their calls, so that another one can begin and end there.
+    """
+
+    at: int
+    """The next layer before whose attention it stops."""
+    run: Callable[[int], int]
+    """Does what there is to do, given that layer, and says at which the next stop is."""
+
+    def reach(self, layer: int) -> None:
+        """The pass is at a layer."""
+        if layer >= self.at:
+            self.at = self.run(layer)
+
+
+@dataclass
 class ForwardPass:
     """One call of the model."""
 
@@ -140,6 +158,9 @@ class ForwardPass:
     watched: bool = False
     """Whether what its queries look at may decide what is evicted, now or later."""
     generation: Generation | None = None
+    pauses: Pauses | None = None
+    outer: ForwardPass | None = None
+    """The pass within which it runs, which goes on behind it."""
     token_step: TokenStep | None = None
     """Attends where a layer's rows are in this memory alone; None but for one new token of every sequence."""
     local: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))

@@ -31,7 +31,7 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.forward_pass import ForwardPass, Generation, Wanted
+from megakv.forward_pass import ForwardPass, Generation, Pauses, Wanted
 from megakv.planning import PassPlanner
 
 
@@ -52,10 +52,12 @@ class Runtime:
     """
     current: ForwardPass | None = None
     """The pass under way."""
+    pauses: Pauses | None = None
+    """Of the pass that begins next."""
     generation: Generation | None = None
     """The `generate` call under way."""
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
-    """Those that were used so far, by name."""
+    """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
     rotate: Callable[[int, Tensor, int], Tensor] | None = None
     """Moves a layer's keys ``[n, D]`` on by so many positions."""
     last_layer: int | None = None
@@ -191,6 +193,10 @@ class Runtime:
         is asked of: their results are zero.
         """
         kind, step = q_BHSD.device.type, self.current
+        if step is not None and step.pauses is not None:
+            decoding = self.comm.ledger.decoding
+            step.pauses.reach(layer)
+            self.comm.ledger.decoding = decoding
         if step is not None and step.token_step is not None:
             out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
             if out is not None:
@@ -246,6 +252,7 @@ class Runtime:
             comm=self.comm,
             compressed=step.cache.holds_compressed,
             narrowed=index is not None,
+            pauses=step.pauses is not None,
         )
         results = [self._attended(step, part) for part in step.cache.divided(call)]
         out_HLD, lse_HL = (
@@ -332,10 +339,11 @@ class Runtime:
         name = step.method or self.planner.prefill_method(step, call)
         if call.narrowed:
             name = last_layer_method(name, call)
-        if name not in self.methods:
-            self.methods[name] = METHODS[name].make()
         self.comm.ledger.attended(name)
-        return self.methods[name](call)
+        own = name if step.outer is None else f"{name} within"
+        if own not in self.methods:
+            self.methods[own] = METHODS[name].make()
+        return self.methods[own](call)
 
 
 def _kept(step: ForwardPass, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:

@@ -10,6 +10,7 @@ import torch
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
 from megakv.errors import MegaKVError
+from megakv.forward_pass import Pauses
 from megakv.injection.interface import attention_modules
 
 
@@ -42,7 +43,7 @@ class Interleaving:
         self.engine, self.folder, self.random = engine, folder, np.random.default_rng(seed)
         vocabulary = plain.config.get_text_config().vocab_size
         document = self.random.integers(3, vocabulary, size=length).tolist()
-        self.rows, self.worst = [], 0.0
+        self.rows, self.worst, self.within = [], 0.0, 0
         for _ in range(sequences):
             common = int(self.random.integers(0, length + 1))
             tokens = document[:common] + self.random.integers(3, vocabulary, self.random.integers(2, 40)).tolist()
@@ -64,7 +65,26 @@ class Interleaving:
             passes += 1
             if passes == failing:
                 self._fail(chosen, counts)
-            self._extend(chosen, counts)
+            self._extend(chosen, counts, self._pauses(chosen))
+
+    def _pauses(self, rows: list[Row]) -> Pauses | None:
+        """Often, of a pass over those rows, some in which passes over others run."""
+        if self.random.random() < 0.4:
+            return None
+
+        def run(layer: int) -> int:
+            others = [row for row in self.rows if row.left and row.cache is not None and row not in rows]
+            self.random.shuffle(others)
+            if others and self.random.random() < 0.8:
+                few = others[: int(self.random.integers(1, 3))]
+                counts = [
+                    min(row.left, 1 if self.random.random() < 0.6 else int(self.random.integers(1, 9))) for row in few
+                ]
+                self._extend(few, counts)
+                self.within += 1
+            return layer + int(self.random.integers(1, 3))
+
+        return Pauses(int(self.random.integers(0, 2)), run)
 
     def _begin(self, row: Row) -> None:
         """With what another sequence has read, if it begins alike."""
@@ -95,10 +115,10 @@ class Interleaving:
         self.engine.agreement.together(lambda: None)
         return CacheSpan.load(paths, mesh.cp_rank, mesh.cp_size, mesh.device)
 
-    def _extend(self, rows: list[Row], counts: list[int]) -> None:
+    def _extend(self, rows: list[Row], counts: list[int], pauses: Pauses | None = None) -> None:
         given = [row.tokens[row.done : row.done + count] for row, count in zip(rows, counts, strict=True)]
         before = [row.done for row in rows]
-        logits = self.engine.extend([row.cache for row in rows], given).float()
+        logits = self.engine.extend([row.cache for row in rows], given, pauses=pauses).float()
         for row, first, count, found in zip(rows, before, counts, logits, strict=True):
             assert row.done == first + count
             expected = row.expected[row.done - 1]
@@ -115,7 +135,7 @@ class Interleaving:
 
         hooks = [last.register_forward_hook(fail)] if broken else []
         try:
-            self._extend(rows, counts)
+            self._extend(rows, counts, self._pauses(rows))
         except (BrokenError, MegaKVError):
             pass
         else:

@@ -99,6 +99,8 @@ class AttentionCall:
     """Whether some of what was cached before was compressed, on whichever rank: that does not travel."""
     narrowed: bool = False
     """Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for."""
+    pauses: bool = False
+    """Whether other passes may come between this layer and the next one: nothing may be on its way then."""
     _parts: list[Part] | None = field(default=None, init=False)
 
     @property

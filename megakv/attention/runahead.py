@@ -52,7 +52,9 @@ class Runahead:
             self._following[self._layer] = (call.layer, messages.row_bytes)
         self._layer = call.layer
         self._link.start_layer(
-            call, [messages.nbytes(index) for index in plan.incoming], self._expected(call.layer, plan)
+            call,
+            [messages.nbytes(index) for index in plan.incoming],
+            [] if call.pauses else self._expected(call.layer, plan),
         )
         self._link.send_own(call, plan, messages)
         places = _places(call) if call.layout.gathered and call.rank == call.size - 1 else {}

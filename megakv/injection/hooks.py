@@ -94,7 +94,8 @@ class ForwardHooks:
                 raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
         step = self._runtime.plan(new, cache, past + length, wanted)
-        self._runtime.current = step
+        step.pauses, self._runtime.pauses = self._runtime.pauses, None
+        step.outer, self._runtime.current = self._runtime.current, step
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.turn is not None)
         if step.evict:
@@ -185,8 +186,12 @@ class ForwardHooks:
     # After
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        step, self._runtime.current = self._runtime.current, None
-        self._last_layer.close()
+        step = self._runtime.current
+        outer = self._runtime.current = None if step is None else step.outer
+        if outer is None or outer.last is None or len(outer.last.rows) == outer.last.length:
+            self._last_layer.close()
+        else:
+            self._last_layer.open()
         self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None
@@ -206,7 +211,7 @@ class ForwardHooks:
         first = None if step.turn is None else step.turn.first
         step.cache.commit(step.slots, compressed=step.compress, first=first, proposed=step.proposed)
         step.cache.evicted(step.evict)
-        self._runtime.comm.failures.inside = False
+        self._runtime.comm.failures.inside = outer is not None
         output.logits = logits
         if not step.use_cache:
             # Made anew: an entry that was there once stays in a model's output, for `generate` to find.

@@ -36,6 +36,10 @@ class Answer:
     cached: int = 0
     hits: int = 0
     failures: int = 0
+    paused: bool = False
+    """Part of a pass that others run within: its cache is not to be touched until that has ended."""
+    cancelled: bool = False
+    """It ends with that pass."""
     token_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -85,3 +89,4 @@ class Answer:
     def wait(self, root: Node) -> None:
         """It has no cache any more."""
         self.state, self.node, self.cached, self.number = "waiting", root, 0, 0
+        self.paused = False

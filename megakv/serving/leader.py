@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
@@ -16,12 +17,24 @@ from megakv.serving.prefix_node import Node
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
-from megakv.serving.scheduler import Queue, Scheduler, turns
+from megakv.serving.scheduler import Choice, Queue, Reader, Scheduler, turns
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts
 
 MOST_FAILURES = 2
 """An answer that was part of so many passes that failed ends with the error."""
+
+
+@dataclass
+class Pass:
+    """What a plan computes: how many tokens of which answers."""
+
+    parts: list[tuple[Answer, int]]
+    size: PassSize
+    awaited: list[Node]
+    layers: int | None
+    """As of its `Plan`."""
+    paused_s: float = 0.0
 
 
 @dataclass
@@ -50,6 +63,7 @@ class Leader:
         capacity: int,
         is_here: Callable[[int], bool] = lambda node: True,
         disk_keeps_up: Callable[[], bool] = lambda: True,
+        clock: Callable[[], float] = time.perf_counter,
     ):
         self.tree, self.capacity = tree, capacity
         self.queue: Queue[Answer] = Queue()
@@ -59,10 +73,12 @@ class Leader:
         self._is_here, self._disk_keeps_up = is_here, disk_keeps_up
         self._arrivals, self._numbers = itertools.count(), itertools.count(1)
         self._by_id: dict[str, Answer] = {}
-        # Answers of the pass under way, with how many tokens of each it computes, and all of it.
-        self._pass: list[tuple[Answer, int]] = []
-        self._size = PassSize()
-        self._awaited: list[Node] = []
+        # The pass under way, and the one within it.
+        self._passes: list[Pass] = []
+        self._clock = clock
+        # When the pause began that the pass under way is in, and when its layers last went on.
+        self._paused_at: float | None = None
+        self._resumed_at = 0.0
         self._reset = False
 
     # What comes in
@@ -79,7 +95,10 @@ class Leader:
 
     def cancel(self, request_id: str) -> None:
         """A request ends, if it has not yet."""
-        if answer := self._by_id.get(request_id):
+        answer = self._by_id.get(request_id)
+        if answer is not None and answer.paused:
+            answer.cancelled = True
+        elif answer is not None:
             self._end(answer, Finished("cancelled"))
 
     @property
@@ -91,39 +110,62 @@ class Leader:
 
     def plan(self) -> Plan | None:
         """What all ranks do next; None if there is nothing to do."""
+        self._passes = []
+        plan = self._planned(self._scheduler.next)
+        if not plan.commands and not plan.sequences and not plan.reset:
+            return None
+        if plan.layers is not None:
+            for answer, _ in self._passes[0].parts:
+                answer.paused = True
+            self._resumed_at = self._clock()
+        return plan
+
+    def plan_within(self) -> Plan:
+        """What all ranks do next in a pause of the pass under way: another pass, or to go on with it."""
+        sliced = None
+        if self._paused_at is None:
+            self._paused_at = self._clock()
+            sliced = self._paused_at - self._resumed_at
+        return self._planned(partial(self._scheduler.within, sliced=sliced))
+
+    def _planned(self, choose: Callable[[Sequence[Reader], PassSize], Choice]) -> Plan:
         now = time.time()
         self._admit(now)
         for answer in self.running:
-            if answer.state == "reading":
+            if answer.state == "reading" and not answer.paused:
                 self._advance(answer, now)
         decoding = [answer for answer in self.running if answer.state == "decoding"]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
         readers = self._readers()
-        chunks = self._scheduler.chunks([answer.reader() for answer in readers], size)
+        choice = choose([answer.reader() for answer in readers], size)
         chosen = [(answer, 1) for answer in decoding]
-        for answer, new in zip(readers, chunks, strict=True):
+        if not choice.decodes:
+            size, chosen = PassSize(), []
+        for answer, new in zip(readers, choice.chunks, strict=True):
             if new:
                 chosen.append((answer, new))
                 size = size.with_prompt(answer.cached, new)
         coming = list(self.tree.loading.values())
         # Where there is nothing else to do, what is being read is waited for.
-        self._awaited = [node for node in coming if self._is_here(node.id)] if chosen else coming
+        waits = not chosen and choice.layers is None
+        awaited = coming if waits else [node for node in coming if self._is_here(node.id)]
         commands = self.tree.commands
         self.tree.commands = []
-        if self._awaited:
-            commands.append(Await(tuple(node.id for node in self._awaited)))
-        self._pass, self._size = chosen, size
-        if not commands and not chosen and not self._reset:
-            return None
+        if awaited:
+            commands.append(Await(tuple(node.id for node in awaited)))
+        self._passes.append(Pass(chosen, size, awaited, choice.layers))
         tokens = tuple(tuple(answer.tokens[answer.cached : answer.cached + new]) for answer, new in chosen)
-        plan = Plan(tuple(commands), tuple(answer.number for answer, _ in chosen), tokens, self._reset)
-        self._reset = False
-        return plan
+        reset, self._reset = self._reset, False
+        numbers = tuple(answer.number for answer, _ in chosen)
+        return Plan(tuple(commands), numbers, tokens, choice.layers, reset)
 
     def _readers(self) -> list[Answer]:
         """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [answer for answer in self.running if answer.state == "reading"]
+        reading = [answer for answer in self.running if answer.state == "reading" and not answer.paused]
         ahead: dict[int, list[Answer]] = {}
+        for answer in self.running:
+            if answer.paused:
+                ahead.setdefault(answer.node.id, []).append(answer)
         found = []
         for at in turns([answer.reader() for answer in reading]):
             answer = reading[at]
@@ -162,7 +204,7 @@ class Leader:
 
     def _make_space(self, answer: Answer) -> bool:
         """Let those of lower priority wait again, the latest first; what they have computed is kept."""
-        others = [other for other in self.running if other.priority < answer.priority]
+        others = [other for other in self.running if other.priority < answer.priority and not other.paused]
         for other in sorted(others, key=lambda each: (each.priority, -each.arrival)):
             self._leave(other)
             other.wait(self.tree.root)
@@ -193,25 +235,40 @@ class Leader:
 
     def absorb(self, outcome: Outcome) -> None:
         """Take what a plan came to."""
-        now = time.time()
-        for node in self._awaited:
-            self.tree.loaded(node, node.id not in outcome.unread)
-        if self._awaited:
-            self._go_on(now)
-        if not self._pass:
+        if not self._passes:
             return
+        now, done = time.time(), self._passes.pop()
+        for node in done.awaited:
+            self.tree.loaded(node, node.id not in outcome.unread)
+        if done.awaited:
+            self._go_on(now)
+        if done.parts:
+            self._absorb_pass(done, outcome, now)
+        if self._passes and done.layers is not None and self._paused_at is not None:
+            self._resumed_at = self._clock()
+            self._passes[0].paused_s += self._resumed_at - self._paused_at
+            self._paused_at = None
+
+    def _absorb_pass(self, done: Pass, outcome: Outcome, now: float) -> None:
         self.counts.passes += 1
-        reading = self._size.prompt_tokens > 0 or any(answer.state == "reading" for answer in self.running)
-        self._scheduler.measured(self._size, outcome.seconds, reading=reading)
+        if done.layers is not None and not self._passes:
+            last = self._clock() - self._resumed_at
+            self._scheduler.measured_with_pauses(done.size, outcome.seconds - done.paused_s, last=last)
+        else:
+            reading = done.size.prompt_tokens > 0 or any(answer.state == "reading" for answer in self.running)
+            self._scheduler.measured(done.size, outcome.seconds, reading=reading)
         asked: list[tuple[int, Answer]] = []
-        for row, (answer, new) in enumerate(self._pass):
+        for row, (answer, new) in enumerate(done.parts):
             answer.cached += new
+            answer.paused = False
             if answer.state == "reading":
                 self._keep(answer, now)
                 self.counts.computed_tokens += new
                 if not answer.new:
                     answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
-            if not answer.left:
+            if answer.cancelled:
+                self._end(answer, Finished("cancelled"))
+            elif not answer.left:
                 asked.append((row, answer))
         if asked:
             assert outcome.logits is not None
@@ -287,11 +344,13 @@ class Leader:
         """A plan failed: nothing that is in memory counts any more. Answers begin anew, unless that was tried."""
         self.tree.forget_memory()
         self._reset, again = True, self.running
-        self.running, self._awaited, self._pass = [], [], []
+        self.running, self._passes, self._paused_at = [], [], None
         for answer in reversed(again):
             answer.wait(self.tree.root)
             answer.failures += 1
-            if answer.failures >= MOST_FAILURES:
+            if answer.cancelled:
+                self._finish(answer, Finished("cancelled"))
+            elif answer.failures >= MOST_FAILURES:
                 self._finish(answer, Finished("error", message))
             else:
                 self.queue.add(answer, first=True)

@@ -13,6 +13,7 @@ import torch
 from megakv.device import without_autograd
 from megakv.engine import MegaKVEngine
 from megakv.errors import MegaKVError, PeerLostError
+from megakv.forward_pass import Pauses
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome
 from megakv.serving.memory import KVMemory, measured_memory, memory_in_use
@@ -191,8 +192,8 @@ class ServingLoop:
         if self._mesh.rank != 0:
             return
         self._times.add(PassSize(sequences=1, context=len(prompt)), seconds[-1])
-        tree = self._tree()
-        scheduler = Scheduler(self._settings, self._times)
+        tree, layers = self._tree(), len(cache)
+        scheduler = Scheduler(self._settings, self._times, layers)
         with self._changing:
             self._leader = Leader(
                 self._settings,
@@ -225,11 +226,9 @@ class ServingLoop:
         try:
             with agreement.call():
                 plan = agreement.decide(self._plan)
-                began = time.perf_counter()
-                unread = self._worker.prepare(plan)
                 if plan.reports:
                     self._memory = tuple(self._comm.gather_objects(memory_in_use(self._mesh.device)))
-            logits = self._worker.compute(plan)
+                self._carry_out(plan, None if plan.layers is None else Pauses(plan.layers, self._pause))
         except PeerLostError:
             raise
         except (MegaKVError, RuntimeError, ValueError) as error:
@@ -240,13 +239,27 @@ class ServingLoop:
                     leader.recover(str(error))
             return False
         self._failures = 0
-        if leader is not None:
-            with self._changing:
-                leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
-                self._inbox.queued = len(leader.queue)
         if plan.error:
             raise MegaKVError(plan.error)
         return plan.ends
+
+    def _pause(self, layer: int) -> int:
+        """Others' passes within one that is before a layer; the layer before which it pauses next."""
+        while True:
+            plan = self._engine.agreement.decide(self._plan_within)
+            self._carry_out(plan, None)
+            if plan.layers is not None:
+                return layer + plan.layers
+
+    def _carry_out(self, plan: Plan, pauses: Pauses | None) -> None:
+        """A plan's commands and its pass; rank 0 takes what comes of them."""
+        began = time.perf_counter()
+        unread = self._worker.prepare(plan)
+        logits = self._worker.compute(plan, pauses)
+        if (leader := self._leader) is not None:
+            with self._changing:
+                leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
+                self._inbox.queued = len(leader.queue)
 
     # Of rank 0, by the thread that serves
 
@@ -258,11 +271,7 @@ class ServingLoop:
             if self._failures >= MOST_FAILURES:
                 return Plan(error=f"{self._failures} passes failed one after the other; see what was said of them")
             with self._changing:
-                requests, cancelled = self._inbox.take()
-                for request, submitted in requests:
-                    leader.add(request, submitted)
-                for request_id in cancelled:
-                    leader.cancel(request_id)
+                self._take(leader)
                 plan = leader.plan()
                 self._inbox.queued = len(leader.queue)
             now = time.monotonic()
@@ -280,6 +289,24 @@ class ServingLoop:
                 return plan
             self._inbox.wait(min(LOOK_SECONDS, self._mesh.timeout_s / 8))
             self._comm.watch.check("waiting for requests")
+
+    def _plan_within(self) -> Plan:
+        """What is next within the pass that pauses: nothing is waited for."""
+        leader = self._leader
+        assert leader is not None
+        with self._changing:
+            self._take(leader)
+            plan = leader.plan_within()
+            self._inbox.queued = len(leader.queue)
+        self._sent_at = time.monotonic()
+        return plan
+
+    def _take(self, leader: Leader) -> None:
+        requests, cancelled = self._inbox.take()
+        for request, submitted in requests:
+            leader.add(request, submitted)
+        for request_id in cancelled:
+            leader.cancel(request_id)
 
     def _last_words(self, reason: str) -> None:
         """The process ends while a pass hangs: clients hear of it first."""

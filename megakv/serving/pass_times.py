@@ -10,6 +10,8 @@ from scipy.optimize import nnls
 
 SAMPLES = 48
 """Latest passes of either kind that count."""
+RATIOS = 12
+"""Of those with prompts, so many say by how much passes exceed what was predicted."""
 FIRST_CHUNK = 32
 """New prompt tokens of the first pass."""
 GROWTH = 2.0
@@ -46,7 +48,7 @@ class PassTimes:
         self._samples: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
             kind: deque(maxlen=SAMPLES) for kind in (False, True)
         }
-        self._ratios: deque[float] = deque(maxlen=SAMPLES)
+        self._ratios: deque[float] = deque(maxlen=RATIOS)
         self._weights: np.ndarray | None = None
         self._most_prompt = 0
         self._stale = True

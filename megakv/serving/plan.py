@@ -99,6 +99,9 @@ class Plan:
     sequences: tuple[int, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
     """New ones of each of them."""
+    layers: int | None = None
+    """Its pass pauses before that layer, and other plans follow within it; of these, the last one has the number of
+    layers that the pass goes on for."""
     reset: bool = False
     """Forget all that is in memory, before anything else: ranks may hold different things after a failure."""
     reports: bool = False

@@ -1,12 +1,15 @@
 """Who is served next, and how much of each prompt a pass reads, so that nobody's stream stalls.
 
-Those of higher priority are admitted first, and among equals users take turns. Every pass has one token of each stream
-and as much of prompts as keeps it within the gap that is allowed; where decoding is to keep a share of the time,
-passes of decoding alone come in between.
+Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
+read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
+short ones take longer in all: such a pass pauses between layers, where streams have their tokens, and newcomers their
+first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
+many of them as that takes.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,10 +20,12 @@ from megakv.serving.settings import ServingSettings
 
 LEAST_CHUNK = 16
 """New prompt tokens that a pass has in any case, however long it takes."""
-GAP_SHARE = 0.9
+GAP_SHARE = 0.95
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
-IDLE_GAPS = 4
-"""Where nothing decodes, a pass may take so many gaps: small passes cost more, and only newcomers wait for it."""
+WELL_FILLED = 0.92
+"""Part of the time between two pauses that whole layers should take."""
+LEAST_SLICE = 0.25
+"""Part of the gap for which a pass goes on between two pauses in any case, however long the streams' tokens take."""
 OLDEST_SHARE = 4
 """One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
 
@@ -87,13 +92,30 @@ class Queue(Generic[W]):
         return min(heads, key=lambda each: (counts[each.user], each.arrival))
 
 
-class Scheduler:
-    """How large the next pass is, for the settings and the times of passes so far."""
+@dataclass(frozen=True)
+class Choice:
+    """The next pass: how many new tokens of each prompt, and whether a token of each stream."""
 
-    def __init__(self, settings: ServingSettings, times: PassTimes):
-        self._settings, self._times = settings, times
+    chunks: list[int]
+    decodes: bool = True
+    layers: int | None = None
+    """As of `megakv.serving.plan.Plan`."""
+
+
+class Scheduler:
+    """How large the next pass is, for the settings, the layers of the model, and the times of passes so far."""
+
+    def __init__(self, settings: ServingSettings, times: PassTimes, layers: int = 1):
+        self._settings, self._times, self._layers = settings, times, layers
         # Seconds that decoding is behind its share.
         self._owed = 0.0
+        # Of the pass that pauses: layers between two pauses, and what has had its turn in this one.
+        self._stride = layers
+        self._decoded = self._read = False
+        # It has ended, and streams have waited since its last pause.
+        self._due = False
+        # Before it those prompts had their turn that end within a gap.
+        self._ended = False
 
     def measured(self, size: PassSize, seconds: float, *, reading: bool) -> None:
         """A pass took so long; `reading` says whether a prompt was to be read at that time."""
@@ -101,28 +123,77 @@ class Scheduler:
             alone = self._times.seconds(PassSize(sequences=size.sequences, context=size.context))
             if not size.prompt_tokens or not alone:
                 alone = seconds
-            # It advanced every stream by a token, for which decoding alone takes so long.
-            self._owed = max(0.0, self._owed + self._settings.decode_share * seconds - alone)
+            # It advanced every stream by a token, for which decoding alone takes so long; one too many is made up for.
+            self._owed = max(-alone, self._owed + self._settings.decode_share * seconds - alone)
         else:
             self._owed = 0.0
         self._times.add(size, seconds)
 
-    def chunks(self, readers: Sequence[Reader], decoding: PassSize) -> list[int]:
-        """How many new tokens of each prompt the next pass reads, given what of it decodes."""
+    def measured_with_pauses(self, size: PassSize, seconds: float, *, last: float) -> None:
+        """A pass that paused has ended: seconds without its pauses, and of them those behind the last one."""
+        self._times.add(size, seconds)
+        self._owed += self._settings.decode_share * last
+        self._due = True
+
+    def next(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
+        """The next pass, given what of it would decode."""
+        due, self._due = self._due, False
         if not readers:
-            return []
-        if decoding.sequences and self._owed > 0:
-            return [0] * len(readers)
+            return Choice([])
+        if decoding.sequences and (due or self._owed > 0):
+            return Choice([0] * len(readers))
         order = turns(readers)
+        least = self._chunks(readers, order, decoding, self._gap)
+        slice_s = max(self._gap - self._times.seconds(decoding) * bool(decoding.sequences), LEAST_SLICE * self._gap)
+        most = self._chunks(readers, order, PassSize(), self._layers * slice_s)
+        if sum(most) <= sum(least):
+            return Choice(least)
+        ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
+        self._ended = any(ending) and not self._ended
+        if self._ended:
+            return Choice(ending)
+        layer_s = self._times.seconds(_size(PassSize(), readers, most)) / self._layers
+        stride = min(int(slice_s / layer_s), self._layers) if layer_s else self._layers
+        if 2 <= stride < self._layers and stride * layer_s < WELL_FILLED * slice_s:
+            # One layer more in a slice, of fewer tokens, makes for fewer pauses.
+            fewer = self._chunks(readers, order, PassSize(), self._layers * slice_s / (stride + 1))
+            if 2 * sum(fewer) > sum(most):
+                stride, most = stride + 1, fewer
+        # As many pauses, at even distances.
+        self._stride = math.ceil(self._layers / math.ceil(self._layers / max(stride, 1)))
+        return Choice(most, decodes=False, layers=self._stride)
+
+    def within(self, readers: Sequence[Reader], decoding: PassSize, sliced: float | None) -> Choice:
+        """The next pass within one that pauses: streams come first, then prompts once, then the rest of what decoding
+        is owed.
+
+        `sliced` is how long the pass went on before this pause, with the first call in each.
+        """
+        if sliced is not None:
+            self._decoded = self._read = False
+            self._owed = self._owed + self._settings.decode_share * sliced if decoding.sequences else 0.0
+        reads = bool(readers) and not self._read
+        if decoding.sequences and (not self._decoded or (self._owed > 0 and not reads)):
+            self._decoded = True
+            behind = (1 - self._settings.decode_share) * self._times.seconds(decoding) < self._owed
+            return Choice([0] * len(readers), layers=None if reads or behind else self._stride)
+        if reads:
+            self._read = True
+            chunks = self._chunks(readers, turns(readers), decoding, self._gap)
+            return Choice(chunks, layers=None if self._settings.decode_share else self._stride)
+        return Choice([0] * len(readers), decodes=False, layers=self._stride)
+
+    @property
+    def _gap(self) -> float:
+        """Seconds that are planned for, from one token of a stream to the next."""
+        return self._settings.max_gap_s * GAP_SHARE / self._times.margin
+
+    def _chunks(self, readers: Sequence[Reader], order: Sequence[int], decoding: PassSize, seconds: float) -> list[int]:
+        """As many tokens of prompts as fit into so many seconds beside what decodes."""
         limit = min(self._settings.chunk_tokens, self._times.trusted_prompt, sum(reader.left for reader in readers))
-        gaps = GAP_SHARE if decoding.sequences else IDLE_GAPS
-        allowed = self._settings.max_gap_s * gaps / self._times.margin
 
         def fits(total: int) -> bool:
-            size = decoding
-            for reader, new in zip(readers, allot(readers, order, total), strict=True):
-                size = size.with_prompt(reader.past, new)
-            return self._times.seconds(size) <= allowed
+            return self._times.seconds(_size(decoding, readers, allot(readers, order, total))) <= seconds
 
         return allot(readers, order, _largest(min(LEAST_CHUNK, limit), limit, fits))
 
@@ -151,6 +222,13 @@ def allot(readers: Sequence[Reader], order: Sequence[int], total: int) -> list[i
         chunks[at] += more
         rest -= more
     return chunks
+
+
+def _size(decoding: PassSize, readers: Sequence[Reader], chunks: Sequence[int]) -> PassSize:
+    size = decoding
+    for reader, new in zip(readers, chunks, strict=True):
+        size = size.with_prompt(reader.past, new)
+    return size
 
 
 def _largest(least: int, most: int, fits: Callable[[int], bool]) -> int:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.comm import Communicator
+from megakv.forward_pass import Pauses
 from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
 
@@ -17,7 +18,9 @@ class ServedEngine(Protocol):
     """What serving needs of an engine."""
 
     def new_cache(self, *, forgets: bool) -> ShardedCache: ...
-    def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]]) -> Tensor: ...
+    def extend(
+        self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]], *, pauses: Pauses | None
+    ) -> Tensor: ...
 
 
 class Worker:
@@ -51,9 +54,9 @@ class Worker:
                     self._store.arrange(command)
         return unread
 
-    def compute(self, plan: Plan) -> Tensor | None:
+    def compute(self, plan: Plan, pauses: Pauses | None) -> Tensor | None:
         """Carry out its pass: the logits behind the last new token of each sequence."""
         if not plan.sequences:
             return None
         caches = [self._caches[sequence] for sequence in plan.sequences]
-        return self._engine.extend(caches, plan.tokens)
+        return self._engine.extend(caches, plan.tokens, pauses=pauses)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 
 VOCABULARY = 97
+LAYERS = 30
 GREEDY = Sampling(temperature=0)
 
 
@@ -76,8 +77,13 @@ class Simulation:
         self.now = 0.0
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
-        scheduler = Scheduler(settings, PassTimes())
-        self.leader = Leader(settings, self.tree, scheduler, capacity=settings.kv_tokens or 1 << 40)
+        scheduler = Scheduler(settings, PassTimes(), LAYERS)
+        capacity = settings.kv_tokens or 1 << 40
+        self.leader = Leader(settings, self.tree, scheduler, capacity=capacity, clock=lambda: self.now)
+        self.within: Callable[[], None] = lambda: None
+        """What happens in a pause, of which there were so many."""
+        self.pauses = 0
+        self._held: set[int] = set()
         self.streams: dict[str, Stream] = {}
         self.caches: dict[int, tuple[int, ...]] = {}
         self.spans: dict[int, tuple[int, ...]] = {}
@@ -108,13 +114,17 @@ class Simulation:
         plan = self.leader.plan()
         if plan is None:
             return False
-        unread = self._prepare(plan)
         if fails:
+            self._prepare(plan)
             self.leader.recover("it failed")
             return True
+        self._carry_out(plan)
+        return True
+
+    def _carry_out(self, plan: Plan) -> None:
+        unread = self._prepare(plan)
         began, logits = self.now, self._compute(plan)
         self.leader.absorb(Outcome(self.now - began, logits, unread))
-        return True
 
     def run(self) -> None:
         """Until everything is answered."""
@@ -126,6 +136,8 @@ class Simulation:
 
     def _prepare(self, plan: Plan) -> dict[int, str]:
         unread: dict[int, str] = {}
+        touched = {each.sequence for each in plan.commands if isinstance(each, Attach | Close | Keep)}
+        assert not touched & self._held, "a pass under way has their caches"
         if plan.reset:
             self.caches.clear()
             self.spans.clear()
@@ -168,8 +180,26 @@ class Simulation:
             logits[row, next_token(self.caches[sequence])] = 1.0
         counts = [len(tokens) for tokens in plan.tokens]
         decodes = [count == 1 for count in counts]
-        self.now += self.machine.seconds(pasts, counts, decodes)
+        seconds = self.machine.seconds(pasts, counts, decodes)
+        layer, pause = 0, LAYERS if plan.layers is None or self._held else plan.layers
+        while pause < LAYERS:
+            self.now += seconds * (pause - layer) / LAYERS
+            self._held = {*plan.sequences}
+            layer, pause = pause, pause + self._pause()
+            self._held = set()
+        self.now += seconds * (LAYERS - layer) / LAYERS
         return logits
+
+    def _pause(self) -> int:
+        """Passes within one; the layers that it then goes on for."""
+        self.pauses += 1
+        self.within()
+        while True:
+            plan = self.leader.plan_within()
+            assert not {*plan.sequences} & self._held
+            self._carry_out(plan)
+            if plan.layers is not None:
+                return plan.layers
 
     def check_answers(self) -> None:
         """Those that were not cancelled are as they are alone."""

@@ -6,7 +6,7 @@ import pytest
 
 from megakv.serving.prefix_node import walk
 from megakv.serving.settings import ServingSettings
-from tests.unit.serving.simulated import VOCABULARY, Simulation
+from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation
 
 
 def tokens(count: int) -> tuple[int, ...]:
@@ -102,7 +102,7 @@ def test_a_prompt_that_is_being_read_is_not_read_twice() -> None:
 
 def test_who_leaves_and_returns_goes_on_where_it_was() -> None:
     simulation = Simulation(ServingSettings())
-    prompt = tokens(3000)
+    prompt = tokens(5000)
     stream = simulation.submit("first", prompt, 1)
     while not stream.progress or stream.progress[-1].read < 2700:
         simulation.step()
@@ -111,8 +111,36 @@ def test_who_leaves_and_returns_goes_on_where_it_was() -> None:
     again = simulation.submit("again", prompt, 1)
     simulation.run()
     assert again.progress[0].cached == computed
-    assert simulation.leader.counts.computed_tokens == 3000
+    assert simulation.leader.counts.computed_tokens == 5000
     simulation.check_answers()
+
+
+def test_what_happens_within_a_pass_that_pauses() -> None:
+    """Newcomers, and those who leave, while a long chunk is under way: also those whose chunk it is."""
+    simulation = Simulation(ServingSettings(max_gap_s=0.1), machine=Machine(token=0.001))
+    known = [tokens(random.randint(1500, 3000)) for _ in range(3)]
+    names: list[str] = []
+
+    def submit() -> None:
+        names.append(str(len(names)))
+        prompt = random.choice(known)[: random.randint(1, 3000)] + tokens(random.randint(1, 30))
+        simulation.submit(names[-1], prompt, random.randint(1, 30), priority=random.randint(0, 2))
+
+    def within() -> None:
+        if random.random() < 0.1 and len(names) < 60:
+            submit()
+        if random.random() < 0.05:
+            simulation.leader.cancel(random.choice(names))
+
+    simulation.within = within
+    for _ in range(8):
+        submit()
+        simulation.run()
+        simulation.step(fails=random.random() < 0.2)
+    simulation.run()
+    simulation.check_answers()
+    assert simulation.pauses > 20 and not simulation.caches and simulation.tree.used_tokens == 0
+    assert {stream.finished.why for stream in simulation.streams.values() if stream.finished} <= {"length", "cancelled"}
 
 
 def test_higher_priority_is_served_first_and_users_take_turns() -> None:
@@ -148,7 +176,8 @@ def test_a_request_of_higher_priority_takes_the_place_of_others_which_lose_nothi
     for _ in range(20):
         simulation.step()
     assert low.tokens
-    high = simulation.submit("high", tokens(400), 5, priority=1)
+    prompt = (low.prompt[0] + 1) % VOCABULARY, *tokens(399)
+    high = simulation.submit("high", prompt, 5, priority=1)
     simulation.step()
     assert [each.request.id for each in simulation.leader.running] == ["high"]
     simulation.run()

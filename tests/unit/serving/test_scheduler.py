@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megakv.serving.pass_times import PassSize, PassTimes
-from megakv.serving.scheduler import LEAST_CHUNK, Reader, Scheduler, allot, turns
+from megakv.serving.scheduler import LEAST_CHUNK, Choice, Reader, Scheduler, allot, turns
 from megakv.serving.settings import ServingSettings
 from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation
 
@@ -26,13 +26,13 @@ def reading_alone(machine: Machine, length: int, gap: float) -> float:
 
 def warm_up(simulation: Simulation) -> None:
     """Let it measure passes, as it does at any time but the first seconds."""
-    simulation.submit("warm", tokens(2000), 20)
+    simulation.submit("warm", tokens(14_000), 20)
     simulation.run()
 
 
 def test_streams_do_not_stall_while_a_long_prompt_is_read() -> None:
     machine = Machine()
-    gap = machine.seconds([0], [7000], [False]) / 60
+    gap = machine.seconds([0], [7000], [False]) / 50
     alone = reading_alone(machine, 7000, gap)
     simulation = Simulation(ServingSettings(max_gap_s=gap), machine=machine)
     warm_up(simulation)
@@ -114,7 +114,10 @@ def test_chunks_of_a_slow_machine_are_small_and_never_none() -> None:
     scheduler = Scheduler(ServingSettings(max_gap_s=0.01), times)
     for _ in range(5):
         scheduler.measured(PassSize(100, 5000), 5.0, reading=True)
-    assert scheduler.chunks([Reader(0, "", 0, 0, 1000)], PassSize()) == [LEAST_CHUNK]
+    assert scheduler.next([Reader(0, "", 0, 0, 1000)], PassSize()) == Choice([LEAST_CHUNK])
+    # Where it can pause, it is as long as layers have gaps.
+    scheduler = Scheduler(ServingSettings(max_gap_s=0.5), times, layers=30)
+    assert scheduler.next([Reader(0, "", 0, 0, 1000)], PassSize()).chunks[0] > LEAST_CHUNK
 
 
 def test_times_that_are_a_sum_are_found() -> None:
