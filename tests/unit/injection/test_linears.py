@@ -48,3 +48,35 @@ def test_what_was_replaced_before_is_left_alone(monkeypatch: pytest.MonkeyPatch)
     assert own.forward is replaced
     installed.remove()
     assert own.forward is replaced
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1,), (17,), (2, 33), (1, 71), (130,)])
+def test_products_of_many_rows(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Widened or padded, they are as near to exact ones as PyTorch's, whatever rows and blocks there are."""
+    monkeypatch.setattr(linears, "BLOCK", 1000)
+    weight, bias = torch.randn(67, 101).to(dtype)[:, :97], torch.randn(67).to(dtype)
+    x = torch.randn(*shape, 97).to(dtype)
+    for given in (None, bias):
+        exact = nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
+        with torch.no_grad():
+            theirs = (nn.functional.linear(x, weight, given).double() - exact).abs().max()
+            for product in (linears.widened_product, linears.padded_product):
+                found = product(x, weight, given)
+                assert found.dtype == dtype and found.shape == exact.shape
+                assert (found.double() - exact).abs().max() <= 1.05 * theirs + 1e-6
+
+
+@pytest.mark.parametrize("pays", [False, True])
+def test_a_model_s_many_rows(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "LEAST_WEIGHT", 0)
+    monkeypatch.setattr(linears, "widening_pays", lambda dtype, threads: pays)
+    model = AutoModelForCausalLM.from_config(FAMILIES["gpt_neox"](), dtype=torch.float32).eval()
+    ids = torch.randint(3, 100, (2, 77))
+    with torch.no_grad():
+        exact = model(ids).logits
+        plain = (model.to(torch.bfloat16)(ids).logits - exact).abs().max()
+        installed = FewRowsLinears(model)
+        found = model(ids).logits
+        installed.remove()
+    assert (found - exact).abs().max() <= 1.5 * plain
