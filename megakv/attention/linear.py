@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
+import timeit
 from pathlib import Path
 
 import torch
@@ -15,15 +17,19 @@ from torch import Tensor, nn
 
 from megakv.attention.library import TYPES, load
 
-MAX_ROWS = 16
-"""Rows beyond which PyTorch's product is as fast (measured)."""
+FEW_ROWS, MOST_ROWS = 16, 64
+"""Rows beyond which PyTorch's product is as fast on all processors, and on those where a measurement says so."""
+LEAST_GAIN = 1.1
+"""How many times as fast this kernel must be with many rows."""
+TRIALS = 6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 class LinearKernel:
     """Products of few rows, with as many threads as PyTorch uses in the calling one.
 
-    They are summed up in float32, and rounded once. An OSError says that the compiled library cannot be loaded.
+    They are summed up in float32, and rounded once. `most` are the rows, by type, up to which this one is faster than
+    PyTorch's. An OSError says that the compiled library cannot be loaded.
     """
 
     def __init__(self, path: Path):
@@ -31,9 +37,19 @@ class LinearKernel:
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._call.argtypes = [number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
         self._call.restype = ctypes.c_int
+        self.most = {dtype: MOST_ROWS if self._gain(dtype) >= LEAST_GAIN else FEW_ROWS for dtype in TYPES}
 
-    @staticmethod
-    def computes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    def _gain(self, dtype: torch.dtype) -> float:
+        """How many times as fast it is as PyTorch with many rows, on a product of less than a millisecond."""
+        x, weight = (torch.ones((rows, 512), dtype=dtype, device="cpu") for rows in (MOST_ROWS * 3 // 4, 512))
+        with torch.no_grad():
+            theirs, own = (
+                min(timeit.repeat(functools.partial(product, x, weight), number=1, repeat=TRIALS))
+                for product in (F.linear, self)
+            )
+        return theirs / own
+
+    def computes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether these are for it: it reads addresses, so what does not fit together must not come to it."""
         plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.is_grad_enabled()
         if not plain or x.device.type != "cpu" or weight.device.type != "cpu" or weight.dim() != 2:
@@ -42,7 +58,7 @@ class LinearKernel:
         fits = x.shape[-1] == columns and x.dtype == weight.dtype and x.dtype in TYPES and weight.stride(1) == 1
         if bias is not None:
             fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
-        return fits and 0 < x.numel() <= MAX_ROWS * columns
+        return fits and 0 < x.numel() <= self.most[x.dtype] * columns
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`."""
@@ -67,9 +83,9 @@ def _problem(kernel: LinearKernel) -> str:
     """What is wrong with its results on a small example; empty if nothing is."""
     # Whatever device is the default one.
     generator = torch.Generator("cpu").manual_seed(0)
-    for dtype, tolerance in TOLERANCE.items():
+    for (dtype, tolerance), rows in itertools.product(TOLERANCE.items(), (7, 37)):
         x, wide, bias = (
-            torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((7, 83), (21, 99), (21,))
+            torch.randn(shape, generator=generator, device="cpu").to(dtype) for shape in ((rows, 83), (21, 99), (21,))
         )
         weight = wide[:, 5:88]
         expected = F.linear(x.double(), weight.double(), bias.double())

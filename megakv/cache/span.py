@@ -10,9 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from megakv.cache.saved import SavedTokens
 from megakv.cache.store import Pair, cut
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
@@ -167,17 +165,20 @@ class _SavedSpan:
             raise MegaKVError(f"{path} is broken: it has {len(kinds)} tensors for {layers} layers")
         return found
 
-    def pair(self, layer: int) -> Pair:
-        """A layer's keys and values, mapped from the file."""
-        keys, values = read_tensors(self.path, [f"{layer}.k", f"{layer}.v"]).values()
-        shapes = [list(tensor.shape) for tensor in (keys, values)]
-        if any(len(shape) != 3 or shape[1] != self.count for shape in shapes) or shapes[0][0] != shapes[1][0]:
-            raise MegaKVError(f"{self.path} is broken: layer {layer} has keys and values of {shapes}")
-        return keys, values
+    @cached_property
+    def pairs(self) -> list[Pair]:
+        """Every layer's keys and values, mapped from the file."""
+        tensors = read_tensors(self.path, [f"{layer}.{name}" for layer in range(self.layers) for name in "kv"])
+        found = list(zip(*[iter(tensors.values())] * 2, strict=True))
+        for layer, pair in enumerate(found):
+            shapes = [list(tensor.shape) for tensor in pair]
+            if any(len(shape) != 3 or shape[1] != self.count for shape in shapes) or shapes[0][0] != shapes[1][0]:
+                raise MegaKVError(f"{self.path} is broken: layer {layer} has keys and values of {shapes}")
+        return found
 
     def whole(self, device: torch.device) -> CacheSpan:
         """All of it, in memory of its own."""
-        layers = [(_joined([self.pair(layer)], device),) if self.count else () for layer in range(self.layers)]
+        layers = [(_joined([pair], device),) for pair in self.pairs] if self.count else [()] * self.layers
         return CacheSpan(self.first, self.owners, self.positions, self.rank, self.size, tuple(layers))
 
 
@@ -213,20 +214,26 @@ def _spread(saved: Sequence[_SavedSpan], rank: int, size: int, device: torch.dev
     everything, _ = TokenBlock.joined(held)
     layout = balanced(everything, size)
     slots = layout.stored[rank].slot
-    tokens = SavedTokens([block.slot for block in held], slots, ())
+    moves = [(each, run) for each, block in zip(saved, held, strict=True) for run in _runs(block.slot, slots)]
     layers: list[tuple[Pair, ...]] = []
     for layer in range(first.layers):
-        pairs = [(rows, each.pair(layer)) for each, rows in zip(saved, tokens.sources, strict=True) if len(rows)]
-        kinds = {(*(each.shape[::2] for each in pair), pair[0].dtype) for _, pair in pairs}
+        pairs = [each.pairs[layer] for each, _ in moves]
+        kinds = {(*(tensor.shape[::2] for tensor in pair), pair[0].dtype) for pair in pairs}
         if len(kinds) > 1:
             raise MegaKVError(f"{first.path} and the other ranks' files differ in the kind of layer {layer}")
-        if not pairs:
-            layers.append(())
-            continue
-        keys, values = (torch.cat([pair[kind][:, rows] for rows, pair in pairs], dim=1) for kind in range(2))
-        layers.append(((_moved(keys, tokens.order, device), _moved(values, tokens.order, device)),))
+        found = []
+        for kind in range(2) if moves else ():
+            like = pairs[0][kind]
+            found.append(torch.empty((like.shape[0], len(slots), like.shape[2]), dtype=like.dtype, device=device))
+            for pair, (_, (start, to, count)) in zip(pairs, moves, strict=True):
+                found[kind][:, to : to + count] = pair[kind][:, start : start + count]
+        layers.append(((found[0], found[1]),) if found else ())
     return CacheSpan.of(layout, first.first, first.first + len(first.owners), rank, layers)
 
 
-def _moved(rows: Tensor, order: Tensor, device: torch.device) -> Tensor:
-    return rows[:, order].to(device)
+def _runs(held: IntArray, wanted: IntArray) -> list[tuple[int, int, int]]:
+    """Runs of ascending slots that go together: where each begins among those held and those wanted, and its length."""
+    rows = np.flatnonzero(np.isin(held, wanted))
+    to = np.searchsorted(wanted, held[rows])
+    cuts = np.flatnonzero((np.diff(rows) != 1) | (np.diff(to) != 1)) + 1
+    return [(int(rows[a]), int(to[a]), int(b - a)) for a, b in pairwise([0, *cuts.tolist(), len(rows)]) if b > a]

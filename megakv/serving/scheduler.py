@@ -109,8 +109,9 @@ class Scheduler:
         self._settings, self._times, self._layers = settings, times, layers
         # Seconds that decoding is behind its share.
         self._owed = 0.0
-        # Of the pass that pauses: layers between two pauses, and what has had its turn in this one.
-        self._stride = layers
+        # Of the pass that pauses: layers between two pauses, those that were so far, the seconds that they took, and
+        # what has had its turn in this pause.
+        self._stride, self._passed, self._passed_s = layers, 0, 0.0
         self._decoded = self._read = False
         # It has ended, and streams have waited since its last pause.
         self._due = False
@@ -144,7 +145,7 @@ class Scheduler:
             return Choice([0] * len(readers))
         order = turns(readers)
         least = self._chunks(readers, order, decoding, self._gap)
-        slice_s = max(self._gap - self._times.seconds(decoding) * bool(decoding.sequences), LEAST_SLICE * self._gap)
+        slice_s = self._slice(decoding)
         most = self._chunks(readers, order, PassSize(), self._layers * slice_s)
         if sum(most) <= sum(least):
             return Choice(least)
@@ -152,15 +153,15 @@ class Scheduler:
         self._ended = any(ending) and not self._ended
         if self._ended:
             return Choice(ending)
-        layer_s = self._times.seconds(_size(PassSize(), readers, most)) / self._layers
-        stride = min(int(slice_s / layer_s), self._layers) if layer_s else self._layers
-        if 2 <= stride < self._layers and stride * layer_s < WELL_FILLED * slice_s:
+        seconds = self._times.seconds(_size(PassSize(), readers, most))
+        stride = min(int(slice_s * self._layers / seconds), self._layers) if seconds else self._layers
+        if 2 <= stride < self._layers and stride * seconds < WELL_FILLED * slice_s * self._layers:
             # One layer more in a slice, of fewer tokens, makes for fewer pauses.
             fewer = self._chunks(readers, order, PassSize(), self._layers * slice_s / (stride + 1))
             if 2 * sum(fewer) > sum(most):
                 stride, most = stride + 1, fewer
-        # As many pauses, at even distances.
-        self._stride = math.ceil(self._layers / math.ceil(self._layers / max(stride, 1)))
+        self._passed, self._passed_s = 0, 0.0
+        self._stride = self._evenly(self._layers, stride)
         return Choice(most, decodes=False, layers=self._stride)
 
     def within(self, readers: Sequence[Reader], decoding: PassSize, sliced: float | None) -> Choice:
@@ -171,6 +172,11 @@ class Scheduler:
         """
         if sliced is not None:
             self._decoded = self._read = False
+            self._passed += self._stride
+            self._passed_s += sliced
+            # Its layers are alike.
+            at_most = int(self._slice(decoding) * self._passed / self._passed_s) if self._passed_s else self._layers
+            self._stride = self._evenly(self._layers - self._passed, at_most)
             self._owed = self._owed + self._settings.decode_share * sliced if decoding.sequences else 0.0
         reads = bool(readers) and not self._read
         if decoding.sequences and (not self._decoded or (self._owed > 0 and not reads)):
@@ -183,9 +189,20 @@ class Scheduler:
             return Choice(chunks, layers=None if self._settings.decode_share else self._stride)
         return Choice([0] * len(readers), decodes=False, layers=self._stride)
 
+    @staticmethod
+    def _evenly(layers: int, at_most: int) -> int:
+        """Layers to the next pause, of so many that are left: at even distances there are as few pauses."""
+        at_most = max(at_most, 1)
+        return math.ceil(layers / math.ceil(layers / at_most)) if layers > 0 else at_most
+
+    def _slice(self, decoding: PassSize) -> float:
+        """Seconds from one pause to the next that leave time for a token of each stream."""
+        gap = self._settings.max_gap_s * GAP_SHARE
+        return max(gap - (self._times.seconds(decoding) if decoding.sequences else 0.0), LEAST_SLICE * gap)
+
     @property
     def _gap(self) -> float:
-        """Seconds that are planned for, from one token of a stream to the next."""
+        """Seconds that are planned for a pass of prompts and streams."""
         return self._settings.max_gap_s * GAP_SHARE / self._times.margin
 
     def _chunks(self, readers: Sequence[Reader], order: Sequence[int], decoding: PassSize, seconds: float) -> list[int]:

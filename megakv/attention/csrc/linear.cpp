@@ -1,12 +1,14 @@
 // Few rows times a weight, for processors: each weight is read once, in its type, as fast as memory gives it.
 //
 // Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
+// Of more rows the lanes are rows, and weights are widened once, into the first cache.
 
 #include <algorithm>
 #include <new>
 #include <omp.h>
 #include <vector>
 
+#include "products.h"
 #include "rounding.h"
 #include "vectors.h"
 
@@ -14,6 +16,13 @@ namespace {
 
 // Rows of the weight that are read side by side.
 constexpr int64_t SIDE = 4;
+// Rows of x whose products with them are in registers at a time.
+constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
+// Rows beyond which lanes are rows, and those of the weight that are then widened at a time.
+constexpr int64_t FEW = 20;
+constexpr int64_t WIDENED = 12;
+// Columns whose products are summed up in one running sum there.
+constexpr int64_t LANE_RUN = 1024;
 // Columns whose products are summed up in one running sum: more would cost digits.
 constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
@@ -57,7 +66,7 @@ void multiply(const float* x, int64_t x_step, const T* const weight[SIDE], int64
 }
 
 template <class T> struct Product {
-  const float* x;
+  const float *x, *across;  // rows of x, and its columns: [columns, lanes of all rows]
   int64_t x_step, rows, columns;
   const T *weight, *bias;
   int64_t step, outputs;  // elements from one row of the weight to the next; how many rows it has
@@ -72,13 +81,41 @@ template <class T> struct Product {
       int64_t ahead = at + 2 * SIDE <= end ? SIDE * step : 0;
       for (int64_t row = 0; row < rows; ahead = 0) {
         const int64_t left = rows - row;
-        if (left >= BLOCK_ROWS)
-          row += some<BLOCK_ROWS>(row, side, at, end, ahead);
-        else if (left >= 2)
-          row += some<2>(row, side, at, end, ahead);
+        if (left >= 5 && MOST_ROWS == 6)
+          row += left == 5 ? some<5>(row, side, at, end, ahead) : some<6>(row, side, at, end, ahead);
+        else if (left >= 4)
+          row += some<4>(row, side, at, end, ahead);
+        else if (left == 3)
+          row += some<3>(row, side, at, end, ahead);
         else
-          row += some<1>(row, side, at, end, ahead);
+          row += left == 2 ? some<2>(row, side, at, end, ahead) : some<1>(row, side, at, end, ahead);
       }
+    }
+  }
+
+  // The same of more rows.
+  void compute_many(int64_t begin, int64_t end) const {
+    const int64_t vectors = (rows + LANES - 1) / LANES, lanes = vectors * LANES, wide = std::min(columns, LANE_RUN);
+    std::vector<float> widened(WIDENED * wide), run(WIDENED * lanes), total(WIDENED * lanes);
+    for (int64_t at = begin; at < end; at += WIDENED) {
+      const int64_t count = std::min(WIDENED, end - at);
+      for (int64_t first = 0; first < columns; first += LANE_RUN) {
+        const int64_t length = std::min(LANE_RUN, columns - first);
+        for (int64_t i = 0; i < count; ++i) {
+          const T* const from = weight + (at + i) * step + first;
+          float* const to = &widened[i * wide];
+          const int64_t whole = length / LANES * LANES;
+          for (int64_t d = 0; d < whole; d += LANES) store(to + d, load(from + d));
+          for (int64_t d = whole; d < length; ++d) to[d] = scalar(from + d);
+        }
+        float* const sums = first ? run.data() : total.data();
+        ::multiply<false>(count, vectors, widened.data(), wide, 1, across + first * lanes, lanes, length, sums, lanes, nullptr,
+                          true);
+        for (int64_t i = 0; first && i < count * lanes; i += LANES) store(&total[i], load(&total[i]) + load(&run[i]));
+      }
+      for (int64_t row = 0; row < rows; ++row)
+        for (int64_t i = 0; i < count; ++i)
+          out[row * outputs + at + i] = rounded(total[i * lanes + row] + (bias ? scalar(bias + at + i) : 0.0f), T{});
     }
   }
 
@@ -108,13 +145,22 @@ extern "C" int megakv_product(int type, const void* x, int64_t rows, int64_t col
         const Floats own = load((const T*)x + row * columns + d, std::min<int64_t>(LANES, columns - d));
         std::memcpy(&wide[row * x_step + d], &own, sizeof own);
       }
-    const Product<T> product{wide.data(), x_step, rows, columns, (const T*)weight, (const T*)bias, step, outputs, (T*)out};
-    const int64_t sides = (outputs + SIDE - 1) / SIDE;
+    const bool many = rows > FEW;
+    const int64_t lanes = many ? (rows + LANES - 1) / LANES * LANES : 0, block = many ? WIDENED : SIDE;
+    std::vector<float> across(columns * lanes);
+    for (int64_t d = 0; many && d < columns; ++d)
+      for (int64_t row = 0; row < rows; ++row) across[d * lanes + row] = wide[row * x_step + d];
+    const Product<T> product{wide.data(), across.data(), x_step, rows, columns, (const T*)weight, (const T*)bias, step,
+                             outputs, (T*)out};
+    const int64_t sides = (outputs + block - 1) / block;
+    const auto compute = [&](int64_t begin, int64_t end) {
+      many ? product.compute_many(begin, end) : product.compute(begin, end);
+    };
     const int64_t workers = rows * columns * outputs < LEAST_WORK ? 1 : std::min<int64_t>(threads, sides);
-    if (workers == 1) return product.compute(0, outputs);
+    if (workers == 1) return compute(0, outputs);
 #pragma omp parallel for num_threads(workers) schedule(static, 1)
     for (int64_t own = 0; own < workers; ++own)
-      product.compute(sides * own / workers * SIDE, std::min(outputs, sides * (own + 1) / workers * SIDE));
+      compute(sides * own / workers * block, std::min(outputs, sides * (own + 1) / workers * block));
   };
   try {
     if (type == 0) typed(float{});

@@ -16,6 +16,7 @@ constexpr int ROWS = 6, COLUMNS = 4;
 #else
 constexpr int ROWS = 6, COLUMNS = 2;
 #endif
+constexpr int TWICE_ROWS = 2 * ROWS, SUMS = ROWS * COLUMNS;
 
 // to[r][c] = keep[r] * to[r][c] + sum over i of a[r * a_row + i * a_next] * b[i * b_step + c] for R rows and C vectors;
 // a product of two cells is that of their numbers, summed up.
@@ -24,12 +25,12 @@ inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_s
                     int to_step, const float* keep, bool fresh) {
   // Unrolled, so that the sums are in registers from beginning to end.
   Floats sum[R][C];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) sum[r][c] = fresh ? Floats{} : load(to + r * to_step + c * LANES);
   if (SCALED)
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sum[r][c] *= keep[r];
@@ -37,14 +38,14 @@ inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_s
     decltype(load(b)) value[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) value[c] = load(b + (int64_t)i * b_step + c * LANES);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
       const Cell factor = a[r * a_row + i * a_next];
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sum[r][c] = add_product(sum[r][c], factor, value[c]);
     }
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) store(to + r * to_step + c * LANES, sum[r][c]);
@@ -54,6 +55,10 @@ template <int C, bool SCALED, class Cell>
 inline void product_rows(int rows, const Cell* a, int a_row, int a_next, const Cell* b, int b_step, int count,
                          float* to, int to_step, const float* keep, bool fresh) {
   int r = 0;
+  // A sum waits for the one before: few columns need more rows to keep the processor busy.
+  for (; C * TWICE_ROWS <= SUMS && r + TWICE_ROWS <= rows; r += TWICE_ROWS)
+    product<C * TWICE_ROWS <= SUMS ? TWICE_ROWS : 1, C, SCALED>(a + r * a_row, a_row, a_next, b, b_step, count,
+                                                                to + r * to_step, to_step, keep + r, fresh);
   for (; r + ROWS <= rows; r += ROWS)
     product<ROWS, C, SCALED>(a + r * a_row, a_row, a_next, b, b_step, count, to + r * to_step, to_step, keep + r,
                              fresh);

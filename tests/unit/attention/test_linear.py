@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megakv.attention.linear import MAX_ROWS, load_linear
+from megakv.attention.linear import MOST_ROWS, load_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -44,11 +44,11 @@ def test_it_is_at_least_as_exact_as_pytorch_s(kernel, dtype, threads):
     own, torchs = [], []
     with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
         for _ in range(60):
-            rows, columns, outputs = (int(torch.randint(1, most, ())) for most in (MAX_ROWS + 1, 700, 300))
+            rows, columns, outputs = (int(torch.randint(1, most, ())) for most in (MOST_ROWS + 1, 700, 300))
             shape = (1, rows, columns) if rows % 2 else (rows, columns)
             x, weight = torch.randn(shape).to(dtype), random_weight(outputs, columns, dtype)
             bias = torch.randn(outputs).to(dtype) if torch.rand(()) < 0.5 else None
-            assert kernel.computes(x, weight, bias)
+            assert kernel.computes(x, weight, bias) == (rows <= kernel.most[dtype])
             found = pool.submit(kernel, x, weight, bias).result()
             assert (found.dtype, found.shape) == (dtype, (*shape[:-1], outputs))
             expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -84,7 +84,7 @@ def test_what_it_does_not_compute(kernel):
     assert kernel.computes(x, weight, None)
     assert kernel.computes(x, nn.Parameter(weight), torch.randn(5))
     for other in (
-        (torch.randn(MAX_ROWS + 1, 8), weight, None),
+        (torch.randn(MOST_ROWS + 1, 8), weight, None),
         (x[:0], weight, None),
         (x.bfloat16(), weight, None),
         (x.double(), weight.double(), None),
