@@ -37,17 +37,19 @@ class LinearKernel:
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._call.argtypes = [number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
         self._call.restype = ctypes.c_int
-        self.most = {dtype: MOST_ROWS if self._gain(dtype) >= LEAST_GAIN else FEW_ROWS for dtype in TYPES}
+        self.most = {dtype: MOST_ROWS if self._pays(dtype) else FEW_ROWS for dtype in TYPES}
 
-    def _gain(self, dtype: torch.dtype) -> float:
-        """How many times as fast it is as PyTorch with many rows, on a product of less than a millisecond."""
+    def _pays(self, dtype: torch.dtype) -> bool:
+        """Whether it is faster than PyTorch with many rows of 16 bits, by a product of less than a millisecond."""
+        if dtype == torch.float32:
+            return False
         x, weight = (torch.ones((rows, 512), dtype=dtype, device="cpu") for rows in (MOST_ROWS * 3 // 4, 512))
         with torch.no_grad():
             theirs, own = (
                 min(timeit.repeat(functools.partial(product, x, weight), number=1, repeat=TRIALS))
                 for product in (F.linear, self)
             )
-        return theirs / own
+        return theirs >= LEAST_GAIN * own
 
     def computes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         """Whether these are for it: it reads addresses, so what does not fit together must not come to it."""

@@ -1,7 +1,7 @@
 // Few rows times a weight, for processors: each weight is read once, in its type, as fast as memory gives it.
 //
 // Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
-// Of more rows the lanes are rows, and weights are widened once, into the first cache.
+// Of more rows of 16 bits the lanes are rows, and weights are widened once, into the first cache.
 
 #include <algorithm>
 #include <new>
@@ -22,7 +22,7 @@ constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
 constexpr int64_t FEW = 20;
 constexpr int64_t WIDENED = 12;
 // Columns whose products are summed up in one running sum there.
-constexpr int64_t LANE_RUN = 1024;
+constexpr int64_t LANE_RUN = 256;
 // Columns whose products are summed up in one running sum: more would cost digits.
 constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
@@ -145,7 +145,7 @@ extern "C" int megakv_product(int type, const void* x, int64_t rows, int64_t col
         const Floats own = load((const T*)x + row * columns + d, std::min<int64_t>(LANES, columns - d));
         std::memcpy(&wide[row * x_step + d], &own, sizeof own);
       }
-    const bool many = rows > FEW;
+    const bool many = rows > FEW && sizeof(T) < sizeof(float);
     const int64_t lanes = many ? (rows + LANES - 1) / LANES * LANES : 0, block = many ? WIDENED : SIDE;
     std::vector<float> across(columns * lanes);
     for (int64_t d = 0; many && d < columns; ++d)
