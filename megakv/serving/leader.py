@@ -85,7 +85,7 @@ class Leader:
 
     def add(self, request: Request, submitted: float) -> None:
         """A request begins to wait."""
-        sampler = Sampler(request.sampling, request.logprobs)
+        sampler = Sampler(request.sampling, request.logprobs, request.form)
         answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler)
         self._by_id[request.id] = answer
         self.queue.add(answer)
@@ -290,7 +290,7 @@ class Leader:
         tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
         for answer, token in zip(answers, tokens, strict=True):
             if token is None:
-                self._end(answer, Finished("error", "the model's logits are not finite: another dtype may be needed"))
+                self._end(answer, Finished("error", answer.sampler.problem))
             else:
                 self._tell(answer, token, time.monotonic())
 

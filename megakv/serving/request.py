@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from megakv.serving.form import Form
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -69,3 +71,5 @@ class Request:
     logprobs: int | None = None
     priority: int = 0
     user: str = ""
+    form: Form | None = None
+    """That its text must have."""

@@ -17,6 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from megakv.serving.form import Form
 from megakv.serving.request import Sampling, Token
 
 MOST_SEED = (1 << 63) - 1
@@ -54,8 +55,9 @@ class Sampler:
     own. Log probabilities are the model's, before anything else is applied.
     """
 
-    def __init__(self, sampling: Sampling, logprobs: int | None = None):
+    def __init__(self, sampling: Sampling, logprobs: int | None = None, form: Form | None = None):
         self._sampling, self._logprobs = sampling, logprobs
+        self._form = None if form is None else form.begin()
         self._likeliest = sampling.temperature < LEAST_TEMPERATURE
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -84,10 +86,18 @@ class Sampler:
         """Whether the likeliest token is all that is wanted."""
         sampling = self._sampling
         changes = self._penalised or self._repetition is not None or len(sampling.logit_bias) > 0
-        return self._likeliest and not changes and self._logprobs is None
+        return self._likeliest and not changes and self._logprobs is None and self._form is None
 
-    def next(self, logits_V: Tensor, tokens: Sequence[int]) -> Token:
-        """The next of an answer, behind all `tokens`, those of the prompt included."""
+    @property
+    def problem(self) -> str:
+        """Why there is no next token."""
+        said = "" if self._form is None else self._form.problem
+        return (
+            f"the answer's form: {said}" if said else "the model's logits are not finite: another dtype may be needed"
+        )
+
+    def next(self, logits_V: Tensor, tokens: Sequence[int]) -> Token | None:
+        """The next of an answer, behind all `tokens`, those of the prompt included; None where none may come."""
         raw_V = logits_V.float()
         scores_V = raw_V.clone()
         if self._repetition is not None:
@@ -98,12 +108,19 @@ class Sampler:
             scores_V[ids] -= self._sampling.presence_penalty + self._sampling.frequency_penalty * counts
         if len(self._bias_ids):
             scores_V[self._bias_ids] += self._biases
+        if self._form is not None:
+            allowed_V = self._form.allowed(len(scores_V))
+            if not allowed_V.any():
+                return None
+            scores_V.masked_fill_(~allowed_V, -torch.inf)
         if self._likeliest:
             chosen = int(scores_V.argmax())
         else:
             # No processor among these looks at tokens.
             warped_V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0]
             chosen = int(torch.multinomial(warped_V.softmax(-1), 1, generator=self._generator))
+        if self._form is not None:
+            self._form.take(chosen)
         if self._penalised:
             self._counts[chosen] += 1
         if self._logprobs is None:
@@ -114,7 +131,7 @@ class Sampler:
 
 
 def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token | None]:
-    """The next token of each of several answers, from the logits behind its last; None where these are no numbers."""
+    """The next token of each of several answers, from the logits behind its last; None where none can be."""
     largest_B, likeliest_B = logits_BV.max(-1)
     finite, likeliest = largest_B.isfinite().tolist(), likeliest_B.tolist()
     host_BV = logits_BV if all(sampler.plain for sampler in samplers) else logits_BV.cpu()

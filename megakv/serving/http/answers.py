@@ -82,6 +82,7 @@ class Answers:
                     logprobs=call.logprobs,
                     priority=call.priority,
                     user=call.user,
+                    form=call.form,
                 ),
                 Detokenizer(served.tokenizer, special=call.special),
                 StopStrings(call.stops),

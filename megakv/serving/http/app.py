@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from pydantic_core import to_json
 
+from megakv.serving.form import Form
 from megakv.serving.http.answers import Answers
 from megakv.serving.http.call import Call, make_call, read_generation_config
 from megakv.serving.http.chat import ChatAnswer
@@ -22,7 +23,15 @@ from megakv.serving.http.metrics import Metrics
 from megakv.serving.http.page import Page
 from megakv.serving.http.parts import AnswerParts
 from megakv.serving.http.responses import ResponseAnswer, messages_of
-from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, ResponseBody, SamplingBody
+from megakv.serving.http.schemas import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    ResponseBody,
+    ResponseFormat,
+    SamplingBody,
+    TextFormat,
+)
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.status import status
@@ -32,6 +41,7 @@ from megakv.serving.loop import ServingLoop
 USUAL_COMPLETION_TOKENS = 16
 """Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
 B = TypeVar("B", bound=Body)
+R = TypeVar("R")
 
 
 class Service:
@@ -92,6 +102,7 @@ class Service:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
             special=self._served.answer_template is not None,
+            form=await self._form(body, body.response_format, tools),
         )
         answers = self._answers(call)
         writer = ChatAnswer(self._served, body, call, answers, tools)
@@ -141,6 +152,7 @@ class Service:
             asked=body.max_output_tokens,
             usual=None,
             special=self._served.answer_template is not None,
+            form=await self._form(body, body.text.format if body.text else None, tools),
         )
         name = f"resp_{uuid.uuid4().hex}"
 
@@ -231,7 +243,17 @@ class Service:
         named = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         return await self._in_worker(self._served.encode_chat, named, tools or None, options)
 
-    async def _in_worker(self, work: Callable[..., tuple[int, ...]], *values: Any) -> tuple[int, ...]:
+    async def _form(self, body: SamplingBody, given: TextFormat | ResponseFormat | None, tools: Any) -> Form | None:
+        schema = None if given is None else given.schema_of_json
+        if schema is None:
+            return None
+        if tools or body.ignore_eos:
+            what = "tools" if tools else "ignore_eos"
+            message = f"response_format: JSON is not answered together with {what}; leave one of the two out"
+            raise ApiError(400, message, code="invalid_value", param="response_format")
+        return await self._in_worker(self._served.form, schema)
+
+    async def _in_worker(self, work: Callable[..., R], *values: Any) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._served.workers, work, *values)
 
     def _answers(self, call: Call) -> Answers:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megakv.serving.form import Form
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.schemas import SamplingBody
 from megakv.serving.http.served_model import ServedModel, too_long
@@ -35,6 +36,8 @@ class Call:
     user: str
     special: bool = False
     """Whether special tokens are part of the text."""
+    form: Form | None = None
+    """What the text must be."""
 
     def sampling_of(self, choice: int) -> Sampling:
         """Answers to the same prompt differ, each by a seed of its own."""
@@ -57,6 +60,7 @@ def make_call(
     logprobs: int | None = None,
     generation: dict[str, Any] | None = None,
     special: bool = False,
+    form: Form | None = None,
 ) -> Call:
     """Checked against the model and the limits; `asked` is how many tokens an answer may have, `usual` where unsaid.
 
@@ -89,6 +93,7 @@ def make_call(
         priority=body.priority,
         user=user,
         special=special,
+        form=form,
     )
 
 

@@ -178,10 +178,47 @@ class Tool(Body):
     function: Function
 
 
-class TextFormat(Body):
-    """The only form of answers."""
+class JsonSchema(Body):
+    """A schema by its name."""
 
-    type: Literal["text"]
+    name: Name
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: Ignored = None
+
+
+class TextFormat(Body):
+    """Text, any JSON object, or JSON of a schema, as ``/v1/chat/completions`` has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> TextFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema: is there where the type is 'json_schema', and nowhere else")
+        return self
+
+    @property
+    def schema_of_json(self) -> dict[str, Any] | None:
+        """What an answer's JSON is held to; None where it is any text."""
+        if self.json_schema is not None:
+            return self.json_schema.schema_ or {}
+        return {"type": "object"} if self.type == "json_object" else None
+
+
+class ResponseFormat(JsonSchema):
+    """The same, as ``/v1/responses`` has it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Name = ""
+
+    @property
+    def schema_of_json(self) -> dict[str, Any] | None:
+        """As of `TextFormat`."""
+        if self.type == "json_schema":
+            return self.schema_ or {}
+        return {"type": "object"} if self.type == "json_object" else None
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
@@ -216,7 +253,7 @@ class ChatBody(SamplingBody):
 class ResponseText(Body):
     """How a response's text is to look."""
 
-    format: TextFormat | None = None
+    format: ResponseFormat | None = None
     verbosity: Ignored = None
 
 

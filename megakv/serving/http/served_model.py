@@ -8,10 +8,13 @@ from functools import cached_property
 from inspect import signature
 from typing import Any
 
+from llguidance import LLTokenizer
+from llguidance.hf import from_tokenizer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.utils import get_response_template
 
 from megakv.costmodel.config_sizes import positions
+from megakv.serving.form import Form
 from megakv.serving.http.errors import ApiError
 from megakv.serving.request import Sampling
 
@@ -85,6 +88,17 @@ class ServedModel:
             said = f"the model's chat template refuses these messages: {error}"
             raise ApiError(400, said, code="chat_template", param="messages") from error
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
+
+    def form(self, schema: dict[str, Any]) -> Form:
+        """The form of answers that are JSON of a schema."""
+        try:
+            return Form.json(schema, self._form_tokenizer)
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", code="invalid_schema", param="response_format") from error
+
+    @cached_property
+    def _form_tokenizer(self) -> LLTokenizer:
+        return from_tokenizer(self.tokenizer, eos_token=sorted(self.end_ids) or None)
 
     def check_tokens(self, tokens: tuple[int, ...], param: str) -> None:
         """Refuse what is no token."""

@@ -1,0 +1,133 @@
+"""Answers that are JSON of a schema, by OpenAI's own client, whatever the model would rather say."""
+
+import json
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+import megakv
+from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.settings import HttpSettings
+from megakv.serving.loop import ServingLoop
+from megakv.serving.settings import ServingSettings
+from tests.distributed.models import prose, save_model
+from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error, running
+from tests.unit.serving.tokenizers import byte_level
+
+TEMPLATE = "{% for message in messages %}<user>{{ message.content }}{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model whose tokenizer has all bytes, as real ones do."""
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer) + 3)
+    with megakv.init_inference(str(folder)) as engine:
+        loop = ServingLoop(engine, ServingSettings(kv_tokens=20_000))
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        model = ServedModel.of(engine.module, tokenizer, NAME)
+        with running((loop, model), HttpSettings(NAME, port=0)) as url:
+            yield Served(loop, model, engine.module, url)
+        loop.drain()
+        thread.join(MOST_S)
+
+
+def ask(served: Served, response_format: Any, **options: Any) -> Any:
+    """The model's weights are random: so would its answers be."""
+    messages: Any = [{"role": "user", "content": prose(random.randint(1, 20))}]
+    values = {"model": NAME, "temperature": random.choice([0, 1]), "max_tokens": 300, **options}
+    return served.client().chat.completions.create(messages=messages, response_format=response_format, **values)
+
+
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}}
+
+
+def strict(properties: dict[str, Any]) -> dict[str, Any]:
+    required = list(properties)
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def test_answers_are_of_the_schema(served: Served) -> None:
+    words = [prose(1) for _ in range(3)]
+    schema = strict(
+        {
+            "word": {"enum": words},
+            "right": {"type": "boolean"},
+            "parts": {"type": "array", "items": {"enum": [1, 22, 333]}, "minItems": 1, "maxItems": 3},
+            "none": {"type": "null"},
+        }
+    )
+    answer = ask(served, form(schema), n=3)
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        value = json.loads(choice.message.content)
+        assert list(value) == ["word", "right", "parts", "none"]
+        assert value["word"] in words and value["right"] in (True, False) and value["none"] is None
+        assert 1 <= len(value["parts"]) <= 3 and {*value["parts"]} <= {1, 22, 333}
+    streamed = ask(served, form(schema), stream=True, logprobs=True, top_logprobs=2)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
+    assert json.loads("".join(pieces)).keys() == schema["properties"].keys()
+
+
+def test_any_object(served: Served) -> None:
+    """It may be longer than there are tokens for: what there is begins one."""
+    choice = ask(served, {"type": "json_object"}, max_tokens=40).choices[0]
+    assert choice.message.content.startswith("{")
+    if choice.finish_reason == "stop":
+        assert isinstance(json.loads(choice.message.content), dict)
+
+
+def test_responses(served: Served) -> None:
+    text: Any = {"format": {"type": "json_schema", "name": "yes", "schema": strict({"yes": {"enum": ["y", "n"]}})}}
+    create = served.client().responses.create
+    first = create(model=NAME, input=prose(4), text=text, max_output_tokens=50)
+    assert json.loads(first.output_text)["yes"] in ("y", "n")
+    second = create(model=NAME, input=prose(4), text=text, max_output_tokens=50, previous_response_id=first.id)
+    assert json.loads(second.output_text)["yes"] in ("y", "n")
+    assert create(model=NAME, input=prose(4), text={"format": {"type": "text"}}, max_output_tokens=2).output_text
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "json_schema"),
+        ({"response_format": {"type": "json_object", "json_schema": {"name": "x"}}}, "json_schema"),
+        ({"response_format": {"type": "xml"}}, "response_format"),
+        ({"response_format": form({"type": "thing"})}, "response_format"),
+        ({"response_format": form({"type": "string", "pattern": "(["})}, "response_format"),
+        ({"response_format": form({"$ref": "http://127.0.0.1:1/other.json"})}, "response_format"),
+        ({"response_format": form({"type": "object", "minProperties": 3, "maxProperties": 1})}, "response_format"),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
+        (
+            {
+                "response_format": {"type": "json_object"},
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
+            },
+            "tools",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said(served: Served, body: dict[str, Any], says: str) -> None:
+    asked = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "max_tokens": 3, **body}
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=asked, timeout=MOST_S)
+    assert says in check_error(answer, 400)["message"]
+
+
+def test_others_go_on_beside_it(served: Served) -> None:
+    """A schema that takes long to be read holds up nobody who streams."""
+    deep: dict[str, Any] = {"type": "string"}
+    for _ in range(60):
+        deep = {"type": "object", "properties": {"a": deep, "b": {"type": "integer"}}, "required": ["a"]}
+    try:
+        choice = ask(served, form(deep), max_tokens=30).choices[0]
+        assert choice.message.content.startswith('{"a":{"a":')
+    except openai.BadRequestError as error:
+        assert "response_format" in str(error)
