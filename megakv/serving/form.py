@@ -11,7 +11,7 @@ import torch
 from llguidance import LLMatcher, LLTokenizer
 from torch import Tensor
 
-COMPACT = {"whitespace_flexible": False}
+COMPACT: Any = {"whitespace_flexible": False}
 """A model that may write blanks between two values may never stop to."""
 
 
