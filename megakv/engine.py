@@ -247,6 +247,9 @@ class MegaKVEngine(InferenceEngine):
             for cache, own in zip(caches, tokens, strict=True):
                 self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
+            outer = self._runtime.current
+            if outer is not None and outer.pausing and any(outer.holds(cache) for cache in caches):
+                raise ValueError("a cache is part of the pass that pauses: it goes on when that has ended")
             self._runtime.pauses = pauses
             try:
                 return self.module(**inputs).logits[:, 0]

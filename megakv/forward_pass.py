@@ -124,11 +124,17 @@ class Pauses:
     """The next layer before whose attention it stops."""
     run: Callable[[int], int]
     """Does what there is to do, given that layer, and says at which the next stop is."""
+    running: bool = False
+    """Whether it is at a stop: what begins now is within the pass."""
 
     def reach(self, layer: int) -> None:
         """The pass is at a layer."""
         if layer >= self.at:
-            self.at = self.run(layer)
+            self.running = True
+            try:
+                self.at = self.run(layer)
+            finally:
+                self.running = False
 
 
 @dataclass
@@ -187,6 +193,16 @@ class ForwardPass:
     def wanted_of(self, rank: int) -> tuple[IntArray, IntArray]:
         """Which of the wanted tokens a rank computes, and in which of its rows."""
         return self.once(("wanted", rank), lambda: self.wanted.among(self.layout.tokens[rank]))
+
+    @property
+    def pausing(self) -> bool:
+        """Whether what begins now is within it."""
+        return self.pauses is not None and self.pauses.running
+
+    def holds(self, cache: ShardedCache) -> bool:
+        """Whether a cache is part of it, or of the pass around it."""
+        own = cache is self.cache or any(cache is member for member in getattr(self.cache, "members", ()))
+        return own or (self.outer is not None and self.outer.holds(cache))
 
     @property
     def batch(self) -> int:

@@ -35,6 +35,10 @@ from megakv.forward_pass import ForwardPass, Generation, Pauses, Wanted
 from megakv.planning import PassPlanner
 
 
+WITHIN = " within"
+"""Behind the names of methods that serve passes within others."""
+
+
 @dataclass
 class Runtime:
     """Attention of one engine's model over its mesh."""
@@ -72,7 +76,8 @@ class Runtime:
         """Begin with methods that expect nothing of an earlier pass."""
         self._life = self.comm.failures.life
         self.methods.clear()
-        self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
+        for name in ("runahead", f"runahead{WITHIN}"):
+            self.methods[name] = Runahead(self.planner.runahead.chunk_tokens)
 
     def new_cache(self, layers: int) -> ShardedCache:
         """An empty cache in the memory of the model's device."""
@@ -340,7 +345,7 @@ class Runtime:
         if call.narrowed:
             name = last_layer_method(name, call)
         self.comm.ledger.attended(name)
-        own = name if step.outer is None else f"{name} within"
+        own = name if step.outer is None else name + WITHIN
         if own not in self.methods:
             self.methods[own] = METHODS[name].make()
         return self.methods[own](call)

@@ -28,8 +28,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 class LinearKernel:
     """Products of few rows, with as many threads as PyTorch uses in the calling one.
 
-    They are summed up in float32, and rounded once. `most` are the rows, by type, up to which this one is faster than
-    PyTorch's. An OSError says that the compiled library cannot be loaded.
+    They are summed up in float32, and rounded once. An OSError says that the compiled library cannot be loaded.
     """
 
     def __init__(self, path: Path):
@@ -37,21 +36,21 @@ class LinearKernel:
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._call.argtypes = [number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
         self._call.restype = ctypes.c_int
-        self.most = {dtype: MOST_ROWS if self._pays(dtype) else FEW_ROWS for dtype in TYPES}
 
-    def _pays(self, dtype: torch.dtype) -> bool:
-        """Whether it is faster than PyTorch with many rows of 16 bits, by a product of less than a millisecond."""
-        if dtype == torch.float32:
-            return False
+    def most_rows(self, dtype: torch.dtype) -> int:
+        """Rows up to which it is faster than PyTorch; of 16 bits by a measurement of less than a millisecond."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            return FEW_ROWS
         x, weight = (torch.ones((rows, 512), dtype=dtype, device="cpu") for rows in (MOST_ROWS * 3 // 4, 512))
         with torch.no_grad():
             theirs, own = (
                 min(timeit.repeat(functools.partial(product, x, weight), number=1, repeat=TRIALS))
                 for product in (F.linear, self)
             )
-        return theirs >= LEAST_GAIN * own
+        return MOST_ROWS if theirs >= LEAST_GAIN * own else FEW_ROWS
 
-    def computes(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    @staticmethod
+    def computes(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int = FEW_ROWS) -> bool:
         """Whether these are for it: it reads addresses, so what does not fit together must not come to it."""
         plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.is_grad_enabled()
         if not plain or x.device.type != "cpu" or weight.device.type != "cpu" or weight.dim() != 2:
@@ -60,7 +59,7 @@ class LinearKernel:
         fits = x.shape[-1] == columns and x.dtype == weight.dtype and x.dtype in TYPES and weight.stride(1) == 1
         if bias is not None:
             fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
-        return fits and 0 < x.numel() <= self.most[x.dtype] * columns
+        return fits and 0 < x.numel() <= most_rows * columns
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`."""

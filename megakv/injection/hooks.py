@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.device import upload
+from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import IntArray, new_tokens
 from megakv.forward_pass import ForwardPass, LastRows, Wanted
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linear_slices import LinearSlices
-from megakv.injection.linears import FewRowsLinears
+from megakv.injection.linears import FewRowsLinears, Products
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.runtime import Runtime
 
@@ -47,7 +48,10 @@ class ForwardHooks:
         self.length_dependent = depends_on_length(model)
         self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
         runtime.last_layer = self._last_layer.attention
-        self._linears = FewRowsLinears(model)
+        products = Products()
+        if runtime.comm.mesh.device.type == "cpu":
+            products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
+        self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
         if slices and runtime.planner.may_slice:
             planner = runtime.planner
@@ -95,7 +99,9 @@ class ForwardHooks:
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
         step = self._runtime.plan(new, cache, past + length, wanted)
         step.pauses, self._runtime.pauses = self._runtime.pauses, None
-        step.outer, self._runtime.current = self._runtime.current, step
+        # A pass that was broken off, as by Ctrl-C, is no outer one.
+        before = self._runtime.current
+        step.outer, self._runtime.current = before if before is not None and before.pausing else None, step
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.turn is not None)
         if step.evict:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import timeit
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,13 +35,36 @@ LEAST_WEIGHT = 1 << 16
 """Elements of a weight below which reading it takes less than finding out how (measured)."""
 
 
-def rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+@dataclass(frozen=True)
+class Products:
+    """How products are computed on processors, alike on all ranks: rounding must not differ where ranks do the same.
+
+    The compiled kernel takes up to `most_rows`; `widens` says whether more are multiplied in float32.
+    """
+
+    most_rows: int = 16
+    widens: bool = False
+
+    @classmethod
+    def measured(cls, dtype: torch.dtype) -> Products:
+        """What is fastest here, by products that take milliseconds."""
+        kernel, _ = load_linear()
+        plain = cls()
+        return cls(plain.most_rows if kernel is None else kernel.most_rows(dtype), widening_pays(dtype))
+
+
+def rows_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    products: Products = Products(),  # noqa: B008
+) -> Tensor:
     """``[..., in]`` of few rows times ``[out, in]``: ``[..., out]`` in the type of x, which is the weight's too.
 
     The weight may be a view: of consecutive rows, or of consecutive columns, whose rows then lie further apart.
     """
     kernel, _ = load_linear()
-    if kernel is not None and kernel.computes(x, weight, bias):
+    if kernel is not None and kernel.computes(x, weight, bias, products.most_rows):
         return kernel(x, weight, bias)
     return padded_product(x, weight, bias)
 
@@ -70,12 +94,12 @@ def widened_product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Te
     return out
 
 
-@functools.cache
-def widening_pays(dtype: torch.dtype, threads: int) -> bool:
-    """Whether that is faster here, by a product that takes milliseconds."""
+def widening_pays(dtype: torch.dtype) -> bool:
+    """Whether that is faster here than PyTorch's product."""
     if dtype not in (torch.bfloat16, torch.float16):
         return False
-    x, weight = (torch.ones(shape, dtype=dtype, device="cpu") for shape in ((128 * threads, 512), (768, 512)))
+    rows = 128 * torch.get_num_threads()
+    x, weight = (torch.ones(shape, dtype=dtype, device="cpu") for shape in ((rows, 512), (768, 512)))
     seconds = []
     with torch.no_grad():
         for product in (F.linear, widened_product):
@@ -96,8 +120,8 @@ def autocast(x: Tensor) -> bool:
 class FewRowsForward:
     """In the place of the `forward` of one linear, whose class stays; what other inputs take is as before."""
 
-    def __init__(self, linear: nn.Linear):
-        self.linear = linear
+    def __init__(self, linear: nn.Linear, products: Products):
+        self.linear, self.products = linear, products
         self.before = linear.forward
         self.sliced: Callable[[Tensor], Tensor | None] | None = None
         """What it computes instead in a pass in which ranks have slices of it; None of itself in others."""
@@ -107,11 +131,10 @@ class FewRowsForward:
         if self.sliced is not None and (out := self.sliced(x)) is not None:
             return out
         if few_rows(x):
-            return self._whole(x, rows_product)
+            return self._whole(x, functools.partial(rows_product, products=self.products))
         if x.device.type != "cpu" or x.element_size() != 2 or x.dtype != self.linear.weight.dtype or autocast(x):
             return self.before(x)
-        pays = widening_pays(x.dtype, torch.get_num_threads())
-        return self._whole(x, widened_product if pays else padded_product)
+        return self._whole(x, widened_product if self.products.widens else padded_product)
 
     def _whole(self, x: Tensor, product: Callable[..., Tensor]) -> Tensor:
         """The product; of a linear that is spread over tensor-parallel ranks, the sum over them."""
@@ -125,14 +148,14 @@ class FewRowsForward:
 class FewRowsLinears:
     """Another `forward` for the linears of a model's decoder layers, and its output head, until `remove`."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, products: Products = Products()):  # noqa: B008
         self.forwards: list[FewRowsForward] = []
         head = model.get_output_embeddings()
         for module in (*(inner for layer in _layers(model) for inner in layer.modules()), head):
             # Subclasses compute something else; what was replaced for a module alone is somebody else's.
             own = type(module) in (nn.Linear, RowParallelLinear) and "forward" not in vars(module)
             if own and module.weight.numel() >= LEAST_WEIGHT:
-                forward = FewRowsForward(module)
+                forward = FewRowsForward(module, products)
                 module.forward = forward
                 self.forwards.append(forward)
 

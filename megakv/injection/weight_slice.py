@@ -6,14 +6,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakv.injection.linears import few_rows, rows_product
+from megakv.injection.linears import FewRowsForward, Products, few_rows, rows_product
 from megakv.weights.placement.slices import Ranges
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    products: Products = Products(),  # noqa: B008
+) -> Tensor:
     """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
     own = few_rows(x) and weight.stride(-1) == 1
-    return rows_product(x, weight, bias) if own else F.linear(x, weight, bias)
+    return rows_product(x, weight, bias, products) if own else F.linear(x, weight, bias)
 
 
 def cut_product(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) -> Tensor:
@@ -25,13 +30,15 @@ def cut_product(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) 
 class Slice:
     """Some rows, or columns, of a linear's weight: views, made anew only where it has been given another weight."""
 
-    __slots__ = ("_bias", "_columns", "_linear", "_rows", "_view", "_weight")
+    __slots__ = ("_bias", "_columns", "_linear", "_products", "_rows", "_view", "_weight")
 
     def __init__(
         self, linear: nn.Linear, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
     ):
         self._linear, self._rows, self._columns = linear, slice(*(rows or (None,))), slice(*(columns or (None,)))
         self._weight: Tensor | None = None
+        forward = vars(linear).get("forward")
+        self._products = forward.products if isinstance(forward, FewRowsForward) else Products()
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., in]`` times it; with the bias of its rows, where they are whole."""
@@ -40,4 +47,4 @@ class Slice:
             bias, whole = self._linear.bias, self._columns == slice(None)
             self._weight, self._view = weight, weight[self._rows, self._columns]
             self._bias = bias[self._rows] if bias is not None and whole else None
-        return product(x, self._view, self._bias)
+        return product(x, self._view, self._bias, self._products)

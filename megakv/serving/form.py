@@ -3,36 +3,50 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 COMPACT: Any = {"whitespace_flexible": False}
 """A model that may write blanks between two values may never stop to."""
+MOST_BYTES, MOST_PARTS, MOST_COUNT = 1 << 16, 10_000, 1_000
+"""Of a schema, of its parts at all depths, and of what it says of lengths: the library makes something for each."""
+COUNTS = frozenset(f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties"))
+GUIDANCE = "x-guidance"
+"""With it a schema would say how the library is to read it."""
+STEP_FUEL, STEP_ITEMS, SYMBOLS = 50_000, 10_000, 50_000
+"""What a token may cost, and how large a grammar may be: a few milliseconds, in the thread that serves everyone."""
 
 
 @dataclass(frozen=True)
 class Form:
     """The grammar of an answer, in the tokens of a model."""
 
-    grammar: str
-    tokenizer: LLTokenizer
+    matcher: LLMatcher
+    """At the beginning of an answer."""
 
     @classmethod
     def json(cls, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
         """That of a JSON schema; a ValueError says what of the schema cannot be."""
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=COMPACT)
-        if problem := LLMatcher.validate_grammar(grammar, tokenizer):
-            raise ValueError(problem.strip().splitlines()[0])
-        return cls(grammar, tokenizer)
+        text = json.dumps({name: value for name, value in schema.items() if name != GUIDANCE})
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"the schema has {len(text)} bytes; allowed: {MOST_BYTES}")
+        check_counts(schema)
+        grammar = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
+        limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, max_grammar_size=SYMBOLS)
+        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().strip().splitlines()[0])
+        return cls(matcher)
 
     def begin(self) -> FormState:
         """An answer begins."""
-        return FormState(LLMatcher(self.tokenizer, self.grammar, log_level=0))
+        return FormState(self.matcher.deep_copy())
 
 
 class FormState:
@@ -56,4 +70,22 @@ class FormState:
     @property
     def problem(self) -> str:
         """Why nothing more can come; empty where it can."""
-        return self._matcher.get_error() if self._matcher.is_error() else ""
+        return self._matcher.get_error().strip().splitlines()[0] if self._matcher.is_error() else ""
+
+
+def check_counts(schema: Any) -> None:
+    """Refuse what is too large, or asks for too much, at any depth: a ValueError."""
+    parts, coming = 0, deque([schema])
+    while coming:
+        part = coming.popleft()
+        parts += 1
+        if parts > MOST_PARTS:
+            raise ValueError(f"the schema has more than {MOST_PARTS} parts")
+        if isinstance(part, dict):
+            for name in COUNTS & part.keys():
+                count = part[name]
+                if isinstance(count, int | float) and not 0 <= count <= MOST_COUNT:
+                    raise ValueError(f"{name} = {count}: allowed: 0 to {MOST_COUNT}")
+            coming.extend(part.values())
+        elif isinstance(part, list):
+            coming.extend(part)

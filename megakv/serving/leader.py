@@ -117,8 +117,12 @@ class Leader:
         if plan.layers is not None:
             for answer, _ in self._passes[0].parts:
                 answer.paused = True
-            self._resumed_at = self._clock()
         return plan
+
+    def computes(self) -> None:
+        """What a plan has to do before its pass is done."""
+        if len(self._passes) == 1:
+            self._resumed_at = self._clock()
 
     def plan_within(self) -> Plan:
         """What all ranks do next in a pause of the pass under way: another pass, or to go on with it."""
@@ -203,8 +207,13 @@ class Leader:
         return len(self.running) < self._settings.max_sequences and needed <= self.capacity
 
     def _make_space(self, answer: Answer) -> bool:
-        """Let those of lower priority wait again, the latest first; what they have computed is kept."""
-        others = [other for other in self.running if other.priority < answer.priority and not other.paused]
+        """Let those of lower priority wait again, the latest first; what they have computed is kept.
+
+        Where one of them is part of a pass that goes on, that is waited for: without it others might wait in vain.
+        """
+        others = [other for other in self.running if other.priority < answer.priority]
+        if any(other.paused for other in others):
+            return False
         for other in sorted(others, key=lambda each: (each.priority, -each.arrival)):
             self._leave(other)
             other.wait(self.tree.root)

@@ -255,8 +255,10 @@ class ServingLoop:
         """A plan's commands and its pass; rank 0 takes what comes of them."""
         began = time.perf_counter()
         unread = self._worker.prepare(plan)
-        logits = self._worker.compute(plan, pauses)
         if (leader := self._leader) is not None:
+            leader.computes()
+        logits = self._worker.compute(plan, pauses)
+        if leader is not None:
             with self._changing:
                 leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
                 self._inbox.queued = len(leader.queue)

@@ -17,7 +17,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megakv.serving.form import Form
+from megakv.serving.form import Form, FormState
 from megakv.serving.request import Sampling, Token
 
 MOST_SEED = (1 << 63) - 1
@@ -57,7 +57,8 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, logprobs: int | None = None, form: Form | None = None):
         self._sampling, self._logprobs = sampling, logprobs
-        self._form = None if form is None else form.begin()
+        self._form = form
+        self._state: FormState | None = None
         self._likeliest = sampling.temperature < LEAST_TEMPERATURE
         self._generator = torch.Generator()
         if sampling.seed is None:
@@ -91,7 +92,7 @@ class Sampler:
     @property
     def problem(self) -> str:
         """Why there is no next token."""
-        said = "" if self._form is None else self._form.problem
+        said = "" if self._state is None else self._state.problem
         return (
             f"the answer's form: {said}" if said else "the model's logits are not finite: another dtype may be needed"
         )
@@ -109,7 +110,8 @@ class Sampler:
         if len(self._bias_ids):
             scores_V[self._bias_ids] += self._biases
         if self._form is not None:
-            allowed_V = self._form.allowed(len(scores_V))
+            self._state = self._state or self._form.begin()
+            allowed_V = self._state.allowed(len(scores_V))
             if not allowed_V.any():
                 return None
             scores_V.masked_fill_(~allowed_V, -torch.inf)
@@ -119,8 +121,8 @@ class Sampler:
             # No processor among these looks at tokens.
             warped_V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0]
             chosen = int(torch.multinomial(warped_V.softmax(-1), 1, generator=self._generator))
-        if self._form is not None:
-            self._form.take(chosen)
+        if self._state is not None:
+            self._state.take(chosen)
         if self._penalised:
             self._counts[chosen] += 1
         if self._logprobs is None:

@@ -139,6 +139,9 @@ class Scheduler:
     def next(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
         """The next pass, given what of it would decode."""
         due, self._due = self._due, False
+        if not decoding.sequences:
+            # Nobody waited.
+            self._owed = 0.0
         if not readers:
             return Choice([])
         if decoding.sequences and (due or self._owed > 0):

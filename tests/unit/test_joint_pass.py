@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.forward_pass import Pauses
 from tests.families import CONFIGS, VOCAB, llama, llama_dynamic_rope
 from tests.joint_passes import Interleaving
 
@@ -83,6 +84,33 @@ def test_what_is_no_pass_is_refused(alone: None) -> None:
         with pytest.raises(ValueError, match=r"caches\[1\] is not of one"):
             engine.extend([cache, pair], [[1], [1]])
         assert cache.length == 0 and pair.length == 4
+
+
+def test_passes_within_a_pass(alone: None) -> None:
+    """What is refused there, and that nothing is left of a pass that was broken off."""
+    engine, _ = engine_of(llama())
+    with engine:
+        cache, other = engine.new_cache(), engine.new_cache()
+        expected = engine.extend([engine.new_cache()], [[1, 2, 3]])
+        layers: list[int] = []
+
+        def run(layer: int) -> int:
+            layers.append(layer)
+            with pytest.raises(ValueError, match="part of the pass"):
+                engine.extend([cache], [[4]])
+            engine.extend([other], [[layer]])
+            return layer + 1
+
+        assert torch.allclose(engine.extend([cache], [[1, 2, 3]], pauses=Pauses(0, run)), expected, atol=1e-5)
+        assert layers == list(range(len(layers))) and other.length == len(layers) > 1
+
+        def broken(layer: int) -> int:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            engine.extend([cache], [[5]], pauses=Pauses(1, broken))
+        assert torch.allclose(engine.extend([engine.new_cache()], [[1, 2, 3]]), expected, atol=1e-5)
+        assert engine._runtime.current is None and engine._runtime.pauses is None
 
 
 @pytest.mark.parametrize(

@@ -93,25 +93,29 @@ template <class T> struct Product {
     }
   }
 
-  // The same of more rows.
-  void compute_many(int64_t begin, int64_t end) const {
+  static int64_t scratch(int64_t rows, int64_t columns) {
+    return WIDENED * (std::min(columns, LANE_RUN) + 2 * ((rows + LANES - 1) / LANES * LANES));
+  }
+
+  // The same of more rows, with memory for so many floats.
+  void compute_many(int64_t begin, int64_t end, float* memory) const {
     const int64_t vectors = (rows + LANES - 1) / LANES, lanes = vectors * LANES, wide = std::min(columns, LANE_RUN);
-    std::vector<float> widened(WIDENED * wide), run(WIDENED * lanes), total(WIDENED * lanes);
+    float *const widened = memory, *const run = widened + WIDENED * wide, *const total = run + WIDENED * lanes;
     for (int64_t at = begin; at < end; at += WIDENED) {
       const int64_t count = std::min(WIDENED, end - at);
       for (int64_t first = 0; first < columns; first += LANE_RUN) {
         const int64_t length = std::min(LANE_RUN, columns - first);
         for (int64_t i = 0; i < count; ++i) {
           const T* const from = weight + (at + i) * step + first;
-          float* const to = &widened[i * wide];
+          float* const to = widened + i * wide;
           const int64_t whole = length / LANES * LANES;
           for (int64_t d = 0; d < whole; d += LANES) store(to + d, load(from + d));
           for (int64_t d = whole; d < length; ++d) to[d] = scalar(from + d);
         }
-        float* const sums = first ? run.data() : total.data();
-        ::multiply<false>(count, vectors, widened.data(), wide, 1, across + first * lanes, lanes, length, sums, lanes, nullptr,
+        float* const sums = first ? run : total;
+        ::multiply<false>(count, vectors, widened, wide, 1, across + first * lanes, lanes, length, sums, lanes, nullptr,
                           true);
-        for (int64_t i = 0; first && i < count * lanes; i += LANES) store(&total[i], load(&total[i]) + load(&run[i]));
+        for (int64_t i = 0; first && i < count * lanes; i += LANES) store(total + i, load(total + i) + load(run + i));
       }
       for (int64_t row = 0; row < rows; ++row)
         for (int64_t i = 0; i < count; ++i)
@@ -153,14 +157,17 @@ extern "C" int megakv_product(int type, const void* x, int64_t rows, int64_t col
     const Product<T> product{wide.data(), across.data(), x_step, rows, columns, (const T*)weight, (const T*)bias, step,
                              outputs, (T*)out};
     const int64_t sides = (outputs + block - 1) / block;
-    const auto compute = [&](int64_t begin, int64_t end) {
-      many ? product.compute_many(begin, end) : product.compute(begin, end);
-    };
+    const int64_t scratch = many ? Product<T>::scratch(rows, columns) : 0;
     const int64_t workers = rows * columns * outputs < LEAST_WORK ? 1 : std::min<int64_t>(threads, sides);
-    if (workers == 1) return compute(0, outputs);
+    // Nothing may be thrown where several threads are.
+    std::vector<float> memory(workers * scratch);
+    const auto compute = [&](int64_t begin, int64_t end, int64_t own) {
+      many ? product.compute_many(begin, end, memory.data() + own * scratch) : product.compute(begin, end);
+    };
+    if (workers == 1) return compute(0, outputs, 0);
 #pragma omp parallel for num_threads(workers) schedule(static, 1)
     for (int64_t own = 0; own < workers; ++own)
-      compute(sides * own / workers * block, std::min(outputs, sides * (own + 1) / workers * block));
+      compute(sides * own / workers * block, std::min(outputs, sides * (own + 1) / workers * block), own);
   };
   try {
     if (type == 0) typed(float{});

@@ -162,7 +162,8 @@ class Service:
                 self._conversations.keep(name, turn)
 
         answers = self._answers(call)
-        writer = ResponseAnswer(name, body, AnswerParts(self._served, prompt, tools), answers, keep)
+        parts = AnswerParts(self._served, prompt, tools, formed=call.form is not None)
+        writer = ResponseAnswer(name, body, parts, answers, keep)
         return await self._answered(request, body, answers, writer)
 
     async def kept_response(self, request: Request, name: str) -> Response:

@@ -48,7 +48,8 @@ class ChatAnswer:
     def __init__(self, served: ServedModel, body: ChatBody, call: Call, answers: Answers, tools: Any):
         self._served, self._body, self._answers = served, body, answers
         self._id, self._created, self._began = f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), time.monotonic()
-        self._parts = [AnswerParts(served, call.prompts[0], tools) for _ in range(answers.count)]
+        formed = call.form is not None
+        self._parts = [AnswerParts(served, call.prompts[0], tools, formed=formed) for _ in range(answers.count)]
         self._calls = [0] * answers.count  # Of tools, by answer.
 
     async def whole(self) -> ChatCompletion:

@@ -16,12 +16,14 @@ Part: TypeAlias = "str | ReasoningText | ToolCall"
 
 
 class AnswerParts:
-    """Cuts one answer's text into parts as it comes; without a template it is all text."""
+    """Cuts one answer's text into parts as it comes; without a template, or of a form, it is all text."""
 
-    def __init__(self, served: ServedModel, prompt: tuple[int, ...], tools: list[dict[str, Any]] | None):
+    def __init__(
+        self, served: ServedModel, prompt: tuple[int, ...], tools: list[dict[str, Any]] | None, *, formed: bool = False
+    ):
         self._parser: Any = None
         self._begun: list[Part] = []
-        if served.answer_template is not None:
+        if served.answer_template is not None and not formed:
             prefix = served.tokenizer.decode(list(prompt[-PREFIX_TOKENS:]))
             self._parser = ResponseParser(served.answer_template, prefix=prefix, tools=tools)
             self._begun = response_events_to_chunks(self._parser.initial_events)

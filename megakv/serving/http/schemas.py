@@ -213,12 +213,16 @@ class ResponseFormat(JsonSchema):
     type: Literal["text", "json_object", "json_schema"]
     name: Name = ""
 
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.schema_ is not None):
+            raise ValueError("schema: is there where the type is 'json_schema', and nowhere else")
+        return self
+
     @property
     def schema_of_json(self) -> dict[str, Any] | None:
         """As of `TextFormat`."""
-        if self.type == "json_schema":
-            return self.schema_ or {}
-        return {"type": "object"} if self.type == "json_object" else None
+        return {"type": "object"} if self.type == "json_object" else self.schema_
 
 
 Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from megakv.attention.linear import MOST_ROWS, load_linear
+from megakv.attention.linear import FEW_ROWS, MOST_ROWS, load_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -48,7 +48,8 @@ def test_it_is_at_least_as_exact_as_pytorch_s(kernel, dtype, threads):
             shape = (1, rows, columns) if rows % 2 else (rows, columns)
             x, weight = torch.randn(shape).to(dtype), random_weight(outputs, columns, dtype)
             bias = torch.randn(outputs).to(dtype) if torch.rand(()) < 0.5 else None
-            assert kernel.computes(x, weight, bias) == (rows <= kernel.most[dtype])
+            assert kernel.computes(x, weight, bias) == (rows <= FEW_ROWS)
+            assert kernel.computes(x, weight, bias, MOST_ROWS)
             found = pool.submit(kernel, x, weight, bias).result()
             assert (found.dtype, found.shape) == (dtype, (*shape[:-1], outputs))
             expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())

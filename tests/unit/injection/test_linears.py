@@ -6,7 +6,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megakv.injection import linears
-from megakv.injection.linears import FewRowsLinears
+from megakv.injection.linears import FewRowsLinears, Products
 from tests.families import FAMILIES
 
 
@@ -19,7 +19,9 @@ def test_results_are_the_model_s_own(name: str, monkeypatch: pytest.MonkeyPatch)
         whole = [model(ids).logits for ids in (few, many)]
         seen: list[tuple[int, ...]] = []
 
-        def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        def product(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, products: Products | None = None
+        ) -> torch.Tensor:
             seen.append(tuple(weight.shape))
             return nn.functional.linear(x, weight, bias)
 
@@ -70,13 +72,12 @@ def test_products_of_many_rows(dtype: torch.dtype, shape: tuple[int, ...], monke
 @pytest.mark.parametrize("pays", [False, True])
 def test_a_model_s_many_rows(pays: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "LEAST_WEIGHT", 0)
-    monkeypatch.setattr(linears, "widening_pays", lambda dtype, threads: pays)
     model = AutoModelForCausalLM.from_config(FAMILIES["gpt_neox"](), dtype=torch.float32).eval()
     ids = torch.randint(3, 100, (2, 77))
     with torch.no_grad():
         exact = model(ids).logits
         plain = (model.to(torch.bfloat16)(ids).logits - exact).abs().max()
-        installed = FewRowsLinears(model)
+        installed = FewRowsLinears(model, Products(widens=pays))
         found = model(ids).logits
         installed.remove()
     assert (found - exact).abs().max() <= 1.5 * plain

@@ -123,6 +123,7 @@ class Simulation:
 
     def _carry_out(self, plan: Plan) -> None:
         unread = self._prepare(plan)
+        self.leader.computes()
         began, logits = self.now, self._compute(plan)
         self.leader.absorb(Outcome(self.now - began, logits, unread))
 

@@ -105,6 +105,13 @@ def test_responses(served: Served) -> None:
         ({"response_format": form({"type": "string", "pattern": "(["})}, "response_format"),
         ({"response_format": form({"$ref": "http://127.0.0.1:1/other.json"})}, "response_format"),
         ({"response_format": form({"type": "object", "minProperties": 3, "maxProperties": 1})}, "response_format"),
+        (
+            {"response_format": form({"type": "array", "items": {"type": "integer"}, "maxItems": 2_000_000_000})},
+            "maxItems",
+        ),
+        ({"response_format": form({"$defs": {"a": {"minLength": 1e9}}, "type": "object"})}, "minLength"),
+        ({"response_format": form({"type": "object", "description": "x" * 70_000})}, "70"),
+        ({"response_format": form({"enum": list(range(10_001))})}, "parts"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         (
             {
@@ -121,8 +128,8 @@ def test_what_cannot_be_is_said(served: Served, body: dict[str, Any], says: str)
     assert says in check_error(answer, 400)["message"]
 
 
-def test_others_go_on_beside_it(served: Served) -> None:
-    """A schema that takes long to be read holds up nobody who streams."""
+def test_a_deep_schema(served: Served) -> None:
+    """A schema of many levels, which is read by a thread of its own."""
     deep: dict[str, Any] = {"type": "string"}
     for _ in range(60):
         deep = {"type": "object", "properties": {"a": deep, "b": {"type": "integer"}}, "required": ["a"]}

@@ -71,6 +71,21 @@ def test_decoding_keeps_its_share(share: float) -> None:
     assert took <= 1.05 * reading_alone(machine, 7000, gap) / (1 - share)
 
 
+def test_nothing_is_owed_to_streams_that_were_not_there() -> None:
+    """A long prompt is read alone; then somebody streams, and prompts go on being read."""
+    simulation = Simulation(ServingSettings(max_gap_s=0.5, decode_share=0.5), machine=Machine(each=0.3, token=1e-5))
+    simulation.submit("long", tokens(30_000), 1)
+    for _ in range(20):
+        simulation.step()
+    stream, other = simulation.submit("stream", tokens(5), 1000), simulation.submit("other", tokens(400), 1)
+    while not stream.tokens:
+        simulation.step()
+    began = simulation.now
+    while not other.tokens:
+        simulation.step()
+    assert simulation.now - began < 5
+
+
 def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
     simulation = Simulation(ServingSettings(max_gap_s=0.3))
     long = simulation.submit("long", tokens(2000), 1)
