@@ -34,7 +34,6 @@ from megakv.fairkv.replicas import HeadReplicas
 from megakv.forward_pass import ForwardPass, Generation, Pauses, Wanted
 from megakv.planning import PassPlanner
 
-
 WITHIN = " within"
 """Behind the names of methods that serve passes within others."""
 

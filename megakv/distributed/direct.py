@@ -25,6 +25,8 @@ from megakv.distributed.health import accept_links, listen, reach
 
 MESSAGE_BYTES = 8 << 20
 """Messages up to this size go this way."""
+AT_ONCE_BYTES = 256 << 10
+"""Of messages that could go on beside computation, those up to this size: waiting for them takes less than that."""
 SPIN_SECONDS = 2e-3
 Links = dict[int, socket.socket]
 
