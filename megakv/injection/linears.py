@@ -8,7 +8,6 @@ weights are widened, a block at a time.
 from __future__ import annotations
 
 import functools
-import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.attention.linear import load_linear
+from megakv.attention.linear import load_linear, times_as_fast
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import RowParallelLinear
 
@@ -100,11 +99,7 @@ def widening_pays(dtype: torch.dtype) -> bool:
         return False
     rows = 128 * torch.get_num_threads()
     x, weight = (torch.ones(shape, dtype=dtype, device="cpu") for shape in ((rows, 512), (768, 512)))
-    seconds = []
-    with torch.no_grad():
-        for product in (F.linear, widened_product):
-            seconds.append(min(timeit.repeat(functools.partial(product, x, weight), number=1, repeat=6)))
-    return seconds[0] >= LEAST_GAIN * seconds[1]
+    return times_as_fast(F.linear, widened_product, x, weight) >= LEAST_GAIN
 
 
 def few_rows(x: Tensor) -> bool:
