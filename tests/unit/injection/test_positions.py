@@ -26,7 +26,9 @@ class _Recorder:
     """Takes the tokens that the hooks make of a call, and goes no further."""
 
     def __init__(self) -> None:
-        self.comm = SimpleNamespace(mesh=SimpleNamespace(cp_size=1, cp_rank=0))
+        # What computes there is PyTorch alone.
+        mesh = SimpleNamespace(cp_size=1, cp_rank=0, device=torch.device("meta"))
+        self.comm = SimpleNamespace(mesh=mesh)
         self.planner = SimpleNamespace(may_slice=False)
         self.generation = None
         self.compressor = None
