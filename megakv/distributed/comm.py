@@ -170,7 +170,7 @@ class Communicator:
         60 us, while gloo wakes threads for half a millisecond.
         """
         group = self.mesh.group("cp")
-        small, large = ({}, {}), ({}, {})
+        small, large = [tuple[dict[int, Tensor], dict[int, Tensor]](({}, {})) for _ in range(2)]
         for side, messages in enumerate((send, receive)):
             for peer, message in messages.items():
                 at_once = self._direct(message) and message.nbytes <= AT_ONCE_BYTES

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.attention.linear import FEW_ROWS as KERNEL_ROWS
 from megakv.attention.linear import load_linear, times_as_fast
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import RowParallelLinear
@@ -41,22 +42,25 @@ class Products:
     The compiled kernel takes up to `most_rows`; `widens` says whether more are multiplied in float32.
     """
 
-    most_rows: int = 16
+    most_rows: int = KERNEL_ROWS
     widens: bool = False
 
     @classmethod
     def measured(cls, dtype: torch.dtype) -> Products:
         """What is fastest here, by products that take milliseconds."""
         kernel, _ = load_linear()
-        plain = cls()
-        return cls(plain.most_rows if kernel is None else kernel.most_rows(dtype), widening_pays(dtype))
+        return cls(KERNEL_ROWS if kernel is None else kernel.most_rows(dtype), widening_pays(dtype))
+
+
+PLAIN = Products()
+"""Where nothing was measured."""
 
 
 def rows_product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    products: Products = Products(),  # noqa: B008
+    products: Products = PLAIN,
 ) -> Tensor:
     """``[..., in]`` of few rows times ``[out, in]``: ``[..., out]`` in the type of x, which is the weight's too.
 
@@ -143,7 +147,7 @@ class FewRowsForward:
 class FewRowsLinears:
     """Another `forward` for the linears of a model's decoder layers, and its output head, until `remove`."""
 
-    def __init__(self, model: PreTrainedModel, products: Products = Products()):  # noqa: B008
+    def __init__(self, model: PreTrainedModel, products: Products = PLAIN):
         self.forwards: list[FewRowsForward] = []
         head = model.get_output_embeddings()
         for module in (*(inner for layer in _layers(model) for inner in layer.modules()), head):

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakv.injection.linears import FewRowsForward, Products, few_rows, rows_product
+from megakv.injection.linears import PLAIN, FewRowsForward, Products, few_rows, rows_product
 from megakv.weights.placement.slices import Ranges
 
 
@@ -14,7 +14,7 @@ def product(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
-    products: Products = Products(),  # noqa: B008
+    products: Products = PLAIN,
 ) -> Tensor:
     """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
     own = few_rows(x) and weight.stride(-1) == 1
@@ -38,7 +38,7 @@ class Slice:
         self._linear, self._rows, self._columns = linear, slice(*(rows or (None,))), slice(*(columns or (None,)))
         self._weight: Tensor | None = None
         forward = vars(linear).get("forward")
-        self._products = forward.products if isinstance(forward, FewRowsForward) else Products()
+        self._products = forward.products if isinstance(forward, FewRowsForward) else PLAIN
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., in]`` times it; with the bias of its rows, where they are whole."""
