@@ -20,6 +20,7 @@ from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import FewRowsLinears, Products
 from megakv.injection.policy import Positions, depends_on_length
+from megakv.injection.token_layers import TokenLayers
 from megakv.runtime import Runtime
 
 REFUSED_INPUTS = {
@@ -59,11 +60,13 @@ class ForwardHooks:
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
             planner.slices = self._slices.gains
+        self._layers = TokenLayers(model, products, self._slices, lambda: runtime.current)
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     def remove(self) -> None:
         """Take the hooks off the model."""
+        self._layers.remove()
         if self._slices is not None:
             self._slices.remove()
         self._linears.remove()

@@ -56,14 +56,15 @@ class GatheredRows:
         self._linears, self._comm, self._over, self._layer = linears, comm, over, layer
         self._operation = "linear_gather"
         rows = [linear.weight.shape[0] for linear in linears]
+        self.own: dict[int, Slice] = {}
+        """This rank's slices, by the identity of their linears: of some it may have none."""
         runs = [split_width(sum(rows), size, part) for part in range(size)]
         self._rows, self._widths = rows, [stop - start for start, stop in runs]
-        self._own: list[Slice] = []
         first, (start, stop) = 0, runs[rank]
         for linear, count in zip(linears, rows, strict=True):
             a, b = max(start - first, 0), min(stop - first, count)
             if a < b:
-                self._own.append(Slice(linear, rows=(a, b)))
+                self.own[id(linear)] = Slice(linear, rows=(a, b))
             first += count
         self._x: Tensor | None = None
         self._found: dict[int, Tensor] = {}
@@ -78,18 +79,20 @@ class GatheredRows:
         return found
 
     def _computed(self, x: Tensor) -> dict[int, Tensor]:
-        parts = [part.product(x) for part in self._own]
-        own = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+        parts = [part.product(x) for part in self.own.values()]
+        whole = self.gathered(parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1))
+        outputs = whole.split(self._rows, dim=-1)
+        return {id(linear): out.contiguous() for linear, out in zip(self._linears, outputs, strict=True)}
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """``[..., out of all]`` from this rank's run of it."""
         if (missing := max(self._widths) - own.shape[-1]) > 0:
             own = F.pad(own, (0, missing))
         gathered = self._comm.all_gather(own, self._over, operation=self._operation, layer=self._layer)
         if own.numel() == self._widths[-1]:
             # Of one row all runs, which are equally long, lie one behind the other.
-            whole = gathered.view(*own.shape[:-1], -1)
-        else:
-            whole = torch.cat([part[..., :width] for part, width in zip(gathered, self._widths, strict=True)], dim=-1)
-        outputs = whole.split(self._rows, dim=-1)
-        return {id(linear): out.contiguous() for linear, out in zip(self._linears, outputs, strict=True)}
+            return gathered.view(*own.shape[:-1], -1)
+        return torch.cat([part[..., :width] for part, width in zip(gathered, self._widths, strict=True)], dim=-1)
 
 
 class SummedColumns:
@@ -99,29 +102,35 @@ class SummedColumns:
     """
 
     def __init__(self, linear: nn.Linear, columns: tuple[int, int], comm: Communicator, layer: int):
-        self._columns, self._comm, self._layer = columns, comm, layer
-        self._own, self._inputs = Slice(linear, columns=columns), linear.weight.shape[1]
+        self._linear, self._columns, self._comm, self._layer = linear, columns, comm, layer
+        self.own, self._inputs = Slice(linear, columns=columns), linear.weight.shape[1]
         self._over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
 
     def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
         start, stop = self._columns
         x = x[..., start:stop] if x.shape[-1] == self._inputs else x
-        own = self._own.product(x)
+        return self.summed(self.own.product(x))
+
+    def summed(self, own: Tensor) -> Tensor:
+        """The same from what this rank's columns make of the input."""
         out = self._comm.sum_in_order(own, self._over, operation="linear_sum", layer=self._layer)
-        return out if linear.bias is None else (out + linear.bias).to(out.dtype)
+        return out if self._linear.bias is None else (out + self._linear.bias).to(out.dtype)
 
 
 class KeptRows:
     """A linear of which a rank computes some rows, which go on alone."""
 
     def __init__(self, linear: nn.Linear, ranges: Ranges):
-        self._own = [Slice(linear, rows=rows) for rows in ranges]
+        self.own = [Slice(linear, rows=rows) for rows in ranges]
 
     def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """``[..., in]`` to the outputs of those rows."""
-        parts = [part.product(x) for part in self._own]
+        parts = [part.product(x) for part in self.own]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+Part = GatheredRows | SummedColumns | KeptRows
 
 
 class SlicedExperts:
@@ -176,6 +185,7 @@ class LinearSlices:
         self._comm, self._current = comm, current
         self._forwards = {id(forward.linear): forward for forward in linears.forwards}
         self._experts: list[SlicedExperts] = []
+        self._parts: dict[int, Part] = {}
         self._rank, self._size = comm.mesh.cp_rank, comm.mesh.cp_size
         self._spared = dict.fromkeys(("inputs", "outputs", "feed_forward"), 0)
         self._inputs: list[tuple[int, list[Any]]] = []
@@ -205,6 +215,10 @@ class LinearSlices:
         """Give experts their own `forward` back. Linears forget their slices when `FewRowsLinears` goes."""
         for experts in self._experts:
             del experts.experts.forward
+
+    def part(self, linear: nn.Linear) -> Part | None:
+        """What this rank computes of a linear in such passes; None where that is all of it."""
+        return self._parts.get(id(linear))
 
     def _active(self) -> bool:
         step = self._current()
@@ -262,7 +276,7 @@ class LinearSlices:
         self._spare("feed_forward", *(linear.weight for linear in linears))
         for linear, spec in zip(linears, cut.values(), strict=True):
             assert spec.ranges is not None
-            part: Any = KeptRows(linear, spec.ranges)
+            part: Part = KeptRows(linear, spec.ranges)
             if spec.dim == 1:
                 part = SummedColumns(linear, spec.ranges[0], self._comm, index)
             self._install([linear], part)
@@ -299,8 +313,9 @@ class LinearSlices:
         nbytes = sum(weight.nbytes for weight in weights)
         self._spared[kind] += nbytes - nbytes // self._size
 
-    def _install(self, linears: Sequence[Any], part: Any, *, last: bool = False) -> None:
+    def _install(self, linears: Sequence[Any], part: Part, *, last: bool = False) -> None:
         for linear in linears:
+            self._parts[id(linear)] = part
             forward: FewRowsForward = self._forwards[id(linear)]
             forward.sliced = _Sliced(linear, part, self._active, self._current if last else None)
 

@@ -42,9 +42,13 @@ class Slice:
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., in]`` times it; with the bias of its rows, where they are whole."""
+        return product(x, *self.views(), self._products)
+
+    def views(self) -> tuple[Tensor, Tensor | None]:
+        """Its part of the weight, and the bias of its rows, where they are whole."""
         weight = self._linear.weight
         if weight is not self._weight:
             bias, whole = self._linear.bias, self._columns == slice(None)
             self._weight, self._view = weight, weight[self._rows, self._columns]
             self._bias = bias[self._rows] if bias is not None and whole else None
-        return product(x, self._view, self._bias, self._products)
+        return self._view, self._bias

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <new>
+
 #include "vectors.h"
 
 namespace {
@@ -35,6 +37,56 @@ inline Float16 rounded(float value, Float16) {
     found = (size - (112 << 23) + 0xfff + (size >> 13 & 1)) >> 13;
   }
   return {(uint16_t)(sign | found)};
+}
+
+inline Halves narrowed(Words value) {
+#if LANES == 16
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)value);
+#else
+  return __builtin_convertvector(value, Halves);
+#endif
+}
+
+// Lanes in a type: the first `count` of them are written.
+inline void store_rounded(float* to, Floats value, int64_t count) { std::memcpy(to, &value, count * sizeof *to); }
+
+inline void store_rounded(BFloat16* to, Floats value, int64_t count) {
+  const Words bits = (Words)value;
+  const Ints none = value != value;
+  const Words found = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  const Halves halves = narrowed(((Words)none & 0x7fc0) | (~(Words)none & found));
+  std::memcpy(to, &halves, count * sizeof *to);
+}
+
+inline void store_rounded(Float16* to, Floats value, int64_t count) {
+#if defined(__F16C__) && LANES == 16
+  const __m256i halves = _mm512_cvtps_ph((__m512)value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  std::memcpy(to, &halves, count * sizeof *to);
+#elif defined(__F16C__) && LANES == 8
+  const __m128i halves = _mm256_cvtps_ph((__m256)value, _MM_FROUND_TO_NEAREST_INT);
+  std::memcpy(to, &halves, count * sizeof *to);
+#else
+  for (int64_t lane = 0; lane < count; ++lane) to[lane] = rounded(value[lane], Float16{});
+#endif
+}
+
+// A value as it is in a type.
+template <class T> inline Floats kept(Floats value) {
+  T lanes[LANES];
+  store_rounded(lanes, value, LANES);
+  return load(lanes);
+}
+
+// Calls with a number of the type (0 float32, 1 bfloat16, 2 float16); returns 1 if there was no memory, else 0.
+template <class Call> int typed(int type, Call call) {
+  try {
+    if (type == 0) call(float{});
+    if (type == 1) call(BFloat16{});
+    if (type == 2) call(Float16{});
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+  return 0;
 }
 
 }  // namespace

@@ -3,8 +3,6 @@
 // Layers of few tokens take as long as their calls: what a step does between rotary embeddings and the output
 // projection is one of them.
 
-#include <new>
-
 #include "decode.h"
 #include "rounding.h"
 
@@ -56,17 +54,6 @@ float share(float lse, const float* sink) { return sink ? 1.0f / (1.0f + std::ex
 
 template <class T> void finish(const float* from, int64_t dim, float factor, T* to) {
   for (int64_t i = 0; i < dim; ++i) to[i] = rounded(from[i] * factor, T{});
-}
-
-template <class Call> int typed(int type, Call call) {
-  try {
-    if (type == 0) call(float{});
-    if (type == 1) call(BFloat16{});
-    if (type == 2) call(Float16{});
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
 }
 
 }  // namespace

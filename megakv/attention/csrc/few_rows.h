@@ -1,0 +1,222 @@
+// Few rows times weights, for processors: each weight is read once, in its type, as fast as memory gives it.
+//
+// Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
+// Of more rows of 16 bits the lanes are rows, and weights are widened once, into the first cache.
+
+#pragma once
+
+#include <algorithm>
+#include <omp.h>
+#include <vector>
+
+#include "products.h"
+#include "rounding.h"
+#include "vectors.h"
+
+namespace {
+
+// Rows of the weight that are read side by side.
+constexpr int64_t SIDE = 4;
+// Rows of x whose products with them are in registers at a time.
+constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
+// Rows beyond which lanes are rows, and those of the weight that are then widened at a time.
+constexpr int64_t FEW = 20;
+constexpr int64_t WIDENED = 12;
+// Columns whose products are summed up in one running sum there.
+constexpr int64_t LANE_RUN = 256;
+// Columns whose products are summed up in one running sum: more would cost digits.
+constexpr int64_t RUN = 128 * LANES;
+// Multiplications that are not worth a second thread.
+constexpr int64_t LEAST_WORK = 1 << 16;
+
+// The first lanes, and zeros for the others.
+template <class T> inline Floats load(const T* from, int64_t count) {
+  T lanes[LANES] = {};
+  std::memcpy(lanes, from, count * sizeof(T));
+  return load(lanes);
+}
+
+// total[r][i] = x[r] . weight[i] for R rows of x, `x_step` apart, and four of the weight, with so many columns; those of x
+// go on with zeros up to a multiple of LANES. Meanwhile fetches what lies `ahead` elements further on, if anything does.
+template <class T, int R>
+void multiply(const float* x, int64_t x_step, const T* const weight[SIDE], int64_t columns, int64_t ahead, Four total[R]) {
+  const int64_t whole = columns / LANES * LANES;
+  for (int r = 0; r < R; ++r) total[r] = Four{};
+  for (int64_t first = 0; first < whole; first += RUN) {
+    const int64_t last = std::min(first + RUN, whole);
+    Floats sum[R][SIDE] = {};
+    for (int64_t d = first; d < last; d += LANES) {
+      Floats each[SIDE];
+      for (int i = 0; i < SIDE; ++i) each[i] = load(weight[i] + d);
+      if (ahead && d * sizeof(T) % 64 == 0)
+        for (int i = 0; i < SIDE; ++i) __builtin_prefetch(weight[i] + ahead + d, 0, 2);
+      for (int r = 0; r < R; ++r) {
+        const Floats own = load(x + r * x_step + d);
+        for (int i = 0; i < SIDE; ++i) sum[r][i] += own * each[i];
+      }
+    }
+    for (int r = 0; r < R; ++r) total[r] += sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+  }
+  if (whole == columns) return;
+  Floats each[SIDE];
+  for (int i = 0; i < SIDE; ++i) each[i] = load(weight[i] + whole, columns - whole);
+  for (int r = 0; r < R; ++r) {
+    const Floats own = load(x + r * x_step + whole);
+    total[r] += sums(own * each[0], own * each[1], own * each[2], own * each[3]);
+  }
+}
+
+// Rows of a weight, `step` elements apart, and a bias of as many elements where there is one.
+struct Linear {
+  const void* weight;
+  int64_t step, outputs;
+  const void* bias;
+};
+
+// Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of LANES.
+struct Inputs {
+  int64_t rows, columns, step;
+  std::vector<float> wide, across;
+
+  Inputs(int64_t rows, int64_t columns)
+      : rows(rows), columns(columns), step((columns + LANES - 1) / LANES * LANES), wide(rows * step) {}
+
+  template <class T> Inputs(const T* x, int64_t rows, int64_t columns) : Inputs(rows, columns) {
+    for (int64_t row = 0; row < rows; ++row)
+      for (int64_t d = 0; d < columns; d += LANES)
+        store(&wide[row * step + d], load(x + row * columns + d, std::min<int64_t>(LANES, columns - d)));
+  }
+
+  int64_t lanes() const { return (rows + LANES - 1) / LANES * LANES; }
+
+  // Whether lanes are rows, for weights of a type.
+  template <class T> bool many() const { return rows > FEW && sizeof(T) < sizeof(float); }
+
+  // What products with weights of the type want beside `wide`, which is filled.
+  template <class T> const Inputs& ready() {
+    if (!many<T>()) return *this;
+    const int64_t all = lanes();
+    across.assign(columns * all, 0.0f);
+    for (int64_t d = 0; d < columns; ++d)
+      for (int64_t row = 0; row < rows; ++row) across[d * all + row] = wide[row * step + d];
+    return *this;
+  }
+};
+
+template <class T> class Product {
+ public:
+  // The product goes to out [rows, out_step], from its first column on.
+  Product(const Inputs& x, const Linear& linear, T* out, int64_t out_step)
+      : x(x), weight((const T*)linear.weight), bias((const T*)linear.bias), step(linear.step), outputs(linear.outputs),
+        out(out), out_step(out_step) {}
+
+  // Outputs that are computed side by side.
+  static int64_t block(const Inputs& x) { return x.many<T>() ? WIDENED : SIDE; }
+  static int64_t blocks(const Inputs& x, int64_t outputs) { return (outputs + block(x) - 1) / block(x); }
+
+  // Floats that a thread needs for it.
+  static int64_t scratch(const Inputs& x) {
+    return x.many<T>() ? WIDENED * (std::min(x.columns, LANE_RUN) + 2 * x.lanes()) : 0;
+  }
+
+  // Those of some blocks.
+  void compute(int64_t first, int64_t last, float* memory) const {
+    const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
+    x.many<T>() ? compute_many(begin, end, memory) : compute_few(begin, end);
+  }
+
+ private:
+  const Inputs& x;
+  const T *weight, *bias;
+  int64_t step, outputs;
+  T* out;
+  int64_t out_step;
+
+  void compute_few(int64_t begin, int64_t end) const {
+    for (int64_t at = begin; at < end; at += SIDE) {
+      const T* side[SIDE];
+      // Beyond the last row that one is taken again.
+      for (int i = 0; i < SIDE; ++i) side[i] = weight + std::min(at + i, end - 1) * step;
+      int64_t ahead = at + 2 * SIDE <= end ? SIDE * step : 0;
+      for (int64_t row = 0; row < x.rows; ahead = 0) {
+        const int64_t left = x.rows - row;
+        if (left >= 5 && MOST_ROWS == 6)
+          row += left == 5 ? some<5>(row, side, at, end, ahead) : some<6>(row, side, at, end, ahead);
+        else if (left >= 4)
+          row += some<4>(row, side, at, end, ahead);
+        else if (left == 3)
+          row += some<3>(row, side, at, end, ahead);
+        else
+          row += left == 2 ? some<2>(row, side, at, end, ahead) : some<1>(row, side, at, end, ahead);
+      }
+    }
+  }
+
+  template <int R> int some(int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+    Four total[R];
+    multiply<T, R>(&x.wide[row * x.step], x.step, side, x.columns, ahead, total);
+    for (int r = 0; r < R; ++r)
+      for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
+        out[(row + r) * out_step + i] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
+    return R;
+  }
+
+  void compute_many(int64_t begin, int64_t end, float* memory) const {
+    const int64_t lanes = x.lanes(), vectors = lanes / LANES, wide = std::min(x.columns, LANE_RUN);
+    float *const widened = memory, *const run = widened + WIDENED * wide, *const total = run + WIDENED * lanes;
+    for (int64_t at = begin; at < end; at += WIDENED) {
+      const int64_t count = std::min(WIDENED, end - at);
+      for (int64_t first = 0; first < x.columns; first += LANE_RUN) {
+        const int64_t length = std::min(LANE_RUN, x.columns - first);
+        for (int64_t i = 0; i < count; ++i) {
+          const T* const from = weight + (at + i) * step + first;
+          float* const to = widened + i * wide;
+          const int64_t whole = length / LANES * LANES;
+          for (int64_t d = 0; d < whole; d += LANES) store(to + d, load(from + d));
+          for (int64_t d = whole; d < length; ++d) to[d] = scalar(from + d);
+        }
+        float* const sums = first ? run : total;
+        ::multiply<false>(count, vectors, widened, wide, 1, &x.across[first * lanes], lanes, length, sums, lanes,
+                          nullptr, true);
+        for (int64_t i = 0; first && i < count * lanes; i += LANES) store(total + i, load(total + i) + load(run + i));
+      }
+      for (int64_t row = 0; row < x.rows; ++row)
+        for (int64_t i = 0; i < count; ++i)
+          out[row * out_step + at + i] = rounded(total[i * lanes + row] + (bias ? scalar(bias + at + i) : 0.0f), T{});
+    }
+  }
+};
+
+// Calls compute(first, last, memory) with the blocks of every thread, and memory for so many floats.
+template <class Compute> void divide(int64_t blocks, int64_t work, int threads, int64_t scratch, Compute compute) {
+  const int64_t workers = work < LEAST_WORK ? 1 : std::min<int64_t>(threads, blocks);
+  // Nothing may be thrown where several threads are.
+  std::vector<float> memory(std::max<int64_t>(workers, 1) * scratch);
+  if (workers <= 1) return compute((int64_t)0, blocks, memory.data());
+#pragma omp parallel for num_threads(workers) schedule(static, 1)
+  for (int64_t own = 0; own < workers; ++own)
+    compute(blocks * own / workers, blocks * (own + 1) / workers, memory.data() + own * scratch);
+}
+
+// The products of one input with several weights of the type, side by side in out [rows, sum of their outputs].
+template <class T> void products(const Inputs& x, const Linear* linears, int count, int threads, T* out) {
+  int64_t blocks = 0, outputs = 0;
+  for (int i = 0; i < count; ++i) {
+    blocks += Product<T>::blocks(x, linears[i].outputs);
+    outputs += linears[i].outputs;
+  }
+  divide(blocks, x.rows * x.columns * outputs, threads, Product<T>::scratch(x),
+         [&](int64_t first, int64_t last, float* memory) {
+           T* to = out;
+           for (int i = 0; i < count; ++i) {
+             const int64_t own = Product<T>::blocks(x, linears[i].outputs);
+             if (first < own && last > 0)
+               Product<T>(x, linears[i], to, outputs).compute(std::max<int64_t>(first, 0), std::min(last, own), memory);
+             to += linears[i].outputs;
+             first -= own;
+             last -= own;
+           }
+         });
+}
+
+}  // namespace

@@ -1,0 +1,237 @@
+"""What a decoder layer of the Llama kind does around its attention, of a few rows on processors, in compiled calls.
+
+With few tokens a layer takes as long as its calls: by itself, PyTorch makes some fifty of a few microseconds each.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megakv.attention.library import TYPES, load
+
+ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"))
+"""Of feed-forwards, by the kernel's numbers."""
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A linear, or some rows or columns of it: ``[out, in]``, whose rows may lie further apart, and ``[out]``."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Norm:
+    """An RMS norm: ``[n]``, and what is added to the mean square."""
+
+    weight: Tensor
+    eps: float
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """What one rank computes of a layer: of every projection all of it, or its part."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    activation: int
+    """Which one of `ACTIVATIONS`."""
+    input_norm: Norm
+    output_norm: Norm
+    """Behind attention."""
+    q: Weight
+    k: Weight
+    v: Weight
+    o: Weight
+    gate: Weight
+    up: Weight
+    down: Weight
+    q_norm: Norm | None = None
+    """Of every head, as `k_norm`."""
+    k_norm: Norm | None = None
+
+
+class _Linear(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("weight", ctypes.c_void_p), ("step", ctypes.c_int64), ("outputs", ctypes.c_int64), ("bias", ctypes.c_void_p),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, part: Weight) -> _Linear:
+        bias = None if part.bias is None else part.bias.data_ptr()
+        return cls(part.weight.data_ptr(), part.weight.stride(0), len(part.weight), bias)
+
+
+class _Layer(ctypes.Structure):
+    COUNTS = ("type", "hidden", "heads", "kv_heads", "head_dim", "activation")
+    NORMS = ("input_norm", "output_norm", "q_norm", "k_norm")
+    LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, ctypes.c_int64) for name in COUNTS),
+        *((name, ctypes.c_void_p) for name in NORMS),
+        *((name.replace("norm", "eps"), ctypes.c_float) for name in NORMS),
+        *((name, _Linear) for name in LINEARS),
+    ]
+
+
+class LayerKernel:
+    """The compiled calls, of as many threads as PyTorch uses. An OSError says that they cannot be loaded."""
+
+    def __init__(self, path: Path):
+        library = ctypes.CDLL(str(path))
+        number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
+        self.project, self.rotate, self.feed_forward = (
+            library.megakv_project, library.megakv_rotate, library.megakv_feed_forward,
+        )  # fmt: skip
+        self.project.argtypes = [pointer, whole, pointer, pointer, pointer, number, pointer]
+        self.rotate.argtypes = [pointer, whole, pointer, pointer, pointer]
+        self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
+        for call in (self.project, self.rotate, self.feed_forward):
+            call.restype = number
+
+
+class LayerCalls:
+    """Those of one layer's `weights`, which must stay where they are: all of the hidden states' type, on processors."""
+
+    def __init__(self, kernel: LayerKernel, weights: LayerWeights):
+        self._kernel, self.weights = kernel, weights
+        one = weights.input_norm.weight
+        self.dtype, self._hidden = one.dtype, len(one)
+        self._widths = [weights.heads * weights.head_dim, *(2 * [weights.kv_heads * weights.head_dim])]
+        layer = _Layer(TYPES[one.dtype], len(one), *(getattr(weights, name) for name in _Layer.COUNTS[2:]))
+        for name in _Layer.NORMS:
+            if (norm := getattr(weights, name)) is not None:
+                setattr(layer, name, norm.weight.data_ptr())
+                setattr(layer, name.replace("norm", "eps"), norm.eps)
+        for name in _Layer.LINEARS:
+            setattr(layer, name, _Linear.of(getattr(weights, name)))
+        self._layer, self._address = layer, ctypes.addressof(layer)
+
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, whole: bool) -> Tensor:
+        """``[L, q + k + v]`` of hidden states ``[..., L, h]``; rotated by ``[..., L, D]`` where all heads are here."""
+        rows, weights = x.numel() // self._hidden, self.weights
+        width = sum(self._widths) if whole else sum(len(part.weight) for part in (weights.q, weights.k, weights.v))
+        out = x.new_empty((rows, width))
+        angles = (cos.data_ptr(), sin.data_ptr()) if whole else (None, None)
+        threads = torch.get_num_threads()
+        self._check(self._kernel.project(self._address, rows, x.data_ptr(), *angles, threads, out.data_ptr()))
+        return out
+
+    def rotate(self, out: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Queries and keys ``[L, q + k + v]`` that came from several ranks, in place."""
+        self._check(self._kernel.rotate(self._address, len(out), cos.data_ptr(), sin.data_ptr(), out.data_ptr()))
+
+    def heads(self, out: Tensor) -> list[Tensor]:
+        """``[1, H, L, D]`` of queries, and ``[1, K, L, D]`` of keys and values: views of them."""
+        dim, (rows, width) = self.weights.head_dim, out.shape
+        first, found = 0, []
+        for own in self._widths:
+            found.append(out.as_strided((1, own // dim, rows, dim), (rows * width, dim, width, 1), first))
+            first += own
+        return found
+
+    def feed_forward(self, x: Tensor, attended: Tensor, *, projected: bool, whole: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states behind attention, and what this rank's part of the feed-forward makes of them; `whole`, the sum
+        of both: ``[..., L, h]`` of such before attention, and of what was attended to, or `projected` from it.
+        """
+        rows, middle, out = x.numel() // self._hidden, torch.empty_like(x), torch.empty_like(x)
+        failed = self._kernel.feed_forward(
+            self._address, rows, x.data_ptr(), attended.data_ptr(), projected, whole, torch.get_num_threads(),
+            middle.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        self._check(failed)
+        return middle, out
+
+    @staticmethod
+    def _check(failed: int) -> None:
+        if failed:
+            raise MemoryError("no memory for a layer's activations")
+
+
+@functools.cache
+def load_layer() -> tuple[LayerKernel | None, str]:
+    """The calls, or None and why there are none; compiled, within seconds, if this machine does not have them yet."""
+    return load("layer", LayerKernel, _problem)
+
+
+def reference(weights: LayerWeights, x: Tensor, cos: Tensor, sin: Tensor, attended: Tensor) -> tuple[Tensor, ...]:
+    """Queries, keys and values ``[L, ...]`` of ``[L, h]``, and the layer's output, by PyTorch in the type of `x`."""
+
+    def normed(x: Tensor, norm: Norm | None) -> Tensor:
+        if norm is None:
+            return x
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return norm.weight.to(x) * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)).to(x)
+
+    def linear(x: Tensor, part: Weight) -> Tensor:
+        return F.linear(x, part.weight.to(x), None if part.bias is None else part.bias.to(x))
+
+    def rotated(x: Tensor) -> Tensor:
+        turned = torch.cat((-x[..., weights.head_dim // 2 :], x[..., : weights.head_dim // 2]), dim=-1)
+        return x * cos[:, None] + turned * sin[:, None]
+
+    inputs = normed(x, weights.input_norm)
+    q, k, v = (linear(inputs, part).unflatten(-1, (-1, weights.head_dim)) for part in (weights.q, weights.k, weights.v))
+    middle = x + linear(attended, weights.o)
+    inner = normed(middle, weights.output_norm)
+    gate = ACTIVATIONS[weights.activation](linear(inner, weights.gate))
+    out = middle + linear(gate * linear(inner, weights.up), weights.down)
+    return (
+        *(part.flatten(1) for part in (rotated(normed(q, weights.q_norm)), rotated(normed(k, weights.k_norm)), v)),
+        out,
+    )
+
+
+def random_layer(dtype: torch.dtype, generator: torch.Generator, *, activation: int, **sizes: int) -> LayerWeights:
+    """One of a few random weights, with norms of heads and biases where the activation's number is odd."""
+    hidden, heads, kv_heads, dim, width = (sizes[name] for name in ("hidden", "heads", "kv_heads", "head_dim", "width"))
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(dtype)
+
+    def norm(dim: int) -> Norm:
+        return Norm(drawn(dim), 1e-5)
+
+    def weight(outputs: int, inputs: int) -> Weight:
+        whole = drawn(outputs, inputs + 7) / inputs**0.5
+        return Weight(whole[:, 3 : inputs + 3], drawn(outputs) if activation % 2 else None)
+
+    shapes = {"q": (heads * dim, hidden), "k": (kv_heads * dim, hidden), "v": (kv_heads * dim, hidden)}
+    shapes |= {"o": (hidden, heads * dim), "gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
+    fields: dict[str, Any] = {name: weight(*shape) for name, shape in shapes.items()}
+    if activation % 2:
+        fields |= {"q_norm": norm(dim), "k_norm": norm(dim)}
+    return LayerWeights(heads, kv_heads, dim, activation, norm(hidden), norm(hidden), **fields)
+
+
+def _problem(kernel: LayerKernel) -> str:
+    """What is wrong with their results on a small example; empty if nothing is."""
+    # Whatever device is the default one.
+    generator = torch.Generator("cpu").manual_seed(0)
+    sizes = {"hidden": 37, "heads": 4, "kv_heads": 2, "head_dim": 18, "width": 43}
+    for dtype, (activation, rows) in itertools.product(TOLERANCE, ((0, 3), (1, 27), (2, 1))):
+        weights = random_layer(dtype, generator, activation=activation, **sizes)
+        x, cos, sin, attended = (
+            torch.randn((rows, width), generator=generator, device="cpu").to(dtype) for width in (37, 18, 18, 72)
+        )
+        calls = LayerCalls(kernel, weights)
+        found = calls.project(x, cos, sin, whole=True), calls.feed_forward(x, attended, projected=False, whole=True)[1]
+        *parts, out = reference(weights, *(each.double() for each in (x, cos, sin, attended)))
+        for own, expected in zip(found, (torch.cat(parts, dim=1), out), strict=True):
+            size = expected.abs().max()
+            if not (own.double() - expected).abs().max() <= TOLERANCE[dtype] * size:
+                return f"compiled, a layer in {dtype} differs from the reference by more than {TOLERANCE[dtype]}"
+    return ""
