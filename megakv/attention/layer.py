@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakv.attention.library import TYPES, load
+from megakv.library import TYPES, load
 
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"))
 """Of feed-forwards, by the kernel's numbers."""
@@ -93,13 +93,13 @@ class LayerKernel:
     def __init__(self, path: Path):
         library = ctypes.CDLL(str(path))
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self.project, self.rotate, self.feed_forward = (
-            library.megakv_project, library.megakv_rotate, library.megakv_feed_forward,
-        )  # fmt: skip
+        self.project, self.rotate = library.megakv_project, library.megakv_rotate
+        self.feed_forward, self.add = library.megakv_feed_forward, library.megakv_add
         self.project.argtypes = [pointer, whole, pointer, pointer, pointer, number, pointer]
         self.rotate.argtypes = [pointer, whole, pointer, pointer, pointer]
         self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
-        for call in (self.project, self.rotate, self.feed_forward):
+        self.add.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer]
+        for call in (self.project, self.rotate, self.feed_forward, self.add):
             call.restype = number
 
 
@@ -154,6 +154,16 @@ class LayerCalls:
         )  # fmt: skip
         self._check(failed)
         return middle, out
+
+    def add(self, middle: Tensor, parts: Tensor, bias: Tensor | None) -> Tensor:
+        """``[..., L, h]`` hidden states behind attention, and added to them what all ranks have, ``[N, ..., L, h]``."""
+        rows, out = middle.numel() // self._hidden, torch.empty_like(middle)
+        offset = None if bias is None else bias.data_ptr()
+        failed = self._kernel.add(
+            self._address, rows, middle.data_ptr(), parts.data_ptr(), len(parts), offset, out.data_ptr()
+        )
+        self._check(failed)
+        return out
 
     @staticmethod
     def _check(failed: int) -> None:

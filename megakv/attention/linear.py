@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakv.attention.library import TYPES, load
+from megakv.library import TYPES, load
 
 FEW_ROWS, MOST_ROWS = 16, 64
 """Rows beyond which PyTorch's product is as fast on all processors, and on those where a measurement says so."""

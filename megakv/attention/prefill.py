@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megakv.attention.library import TYPES, load
 from megakv.attention.reference import Alibi, dense_attention, difference
 from megakv.attention.visibility import Slots
+from megakv.library import TYPES, load
 
 TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 2**-7

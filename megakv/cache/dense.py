@@ -55,9 +55,10 @@ class DenseStore(KVStore):
             held.expect(rows)
 
     def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
-        table = self._table
-        kinds = {table.dtype} if table is not None else {held.dtype for held in self._held if held is not None}
-        if kinds - {k_KLD.dtype}:
+        if self._table is not None:
+            if self._table.dtype != k_KLD.dtype:
+                return None
+        elif {held.dtype for held in self._held if held is not None} - {k_KLD.dtype}:
             return None
         for sequence in sequences:
             held = self._held[sequence]

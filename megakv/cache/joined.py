@@ -35,8 +35,8 @@ class JoinedStore(KVStore):
     def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
         new, tables = set(sequences), list[RowTable]()
         for sequence, store in enumerate(self._stores):
-            rows = slice(sequence, sequence + 1)
-            table = store.in_place([0] if sequence in new else [], k_KLD[:, rows], v_KLD[:, rows])
+            # Of keys and values a store wants to know the kind: which row is its own does not matter.
+            table = store.in_place([0] if sequence in new else [], k_KLD, v_KLD)
             if table is None:
                 for other in new.intersection(range(sequence)):
                     self._stores[other].crop(0, self._stores[other].rows(0) - 1)

@@ -17,12 +17,14 @@ from megakv.distributed.failures import Failures, broke
 from megakv.distributed.guard import Guard
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
+from megakv.distributed.mailbox import SLOT_BYTES, Mailbox, make_mailbox
 from megakv.distributed.mesh import Mesh
 from megakv.distributed.peers import Peer, PeerWatch
 from megakv.errors import PeerLostError
 
 T = TypeVar("T")
 Over = Literal["cp", "tp", "world"]
+OVER: tuple[Over, ...] = ("cp", "tp", "world")
 
 
 @dataclass
@@ -66,6 +68,7 @@ class Communicator:
             raise
         self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s, mesh.sever, channel)
         self._spins = cores_suffice(self.watch.neighbours)
+        self._mailboxes = self._made_mailboxes()
 
     @property
     def failures(self) -> Failures:
@@ -90,7 +93,19 @@ class Communicator:
         if apart:
             with self.guard(range(self.mesh.world_size), "making groups anew", None):
                 self.mesh.renew()
+                self._mailboxes = self._made_mailboxes()
             self.watch.severed = False
+
+    def _made_mailboxes(self) -> dict[Over, Mailbox]:
+        """Those of groups; none where ranks have no core each, as whoever waits here does not sleep."""
+        found, made = dict[Over, Mailbox](), dict[Sequence[int], Mailbox | None]()
+        for over in OVER if self.mesh.links else ():
+            ranks = tuple(self._members(over)[1])
+            if len(ranks) > 1 and ranks not in made:
+                made[ranks] = make_mailbox(ranks, ranks.index(self.mesh.rank), self._gathered, wanted=self._spins)
+            if (box := made.get(ranks)) is not None:
+                found[over] = box
+        return found
 
     def _gathered(self, value: T) -> list[T]:
         values: list[Any] = [value] * self.mesh.world_size
@@ -232,7 +247,11 @@ class Communicator:
             if not self._direct(tensor):
                 all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
                 return
-            whole, others = tensor.contiguous(), [(index, rank) for index, rank in enumerate(ranks) if rank != own]
+            whole, box = tensor.contiguous(), self._mailboxes.get(over)
+            if box is not None and whole.nbytes <= SLOT_BYTES:
+                box.all_gather(whole, gathered, self.mesh.links, timeout_s=self.mesh.timeout_s)
+                return
+            others = [(index, rank) for index, rank in enumerate(ranks) if rank != own]
             gathered[ranks.index(own)].copy_(whole)
             self._exchange({rank: whole for _, rank in others}, {rank: gathered[index] for index, rank in others})
 
@@ -247,24 +266,19 @@ class Communicator:
         exchange(self.mesh.links, send, receive, timeout_s=self.mesh.timeout_s, spins=self._spins)
 
     def sum_in_order(self, tensor: Tensor, over: Over, *, operation: str, layer: int | None) -> Tensor:
-        """The sum over the ranks of a group, the same bits on all of them, computed in float32 at least.
+        """The sum over the ranks of a group, the same bits on all of them, computed in float32 at least."""
+        parts, wide = self.summands(tensor, over, operation=operation, layer=layer), _wide(tensor)
+        return parts.sum(0, dtype=wide).to(tensor.dtype)
 
-        For small tensors, which are gathered: that takes one message of each to each, in place of two behind another.
+    def summands(self, tensor: Tensor, over: Over, *, operation: str, layer: int | None) -> Tensor:
+        """``[N, ...]``, the same on all ranks of a group, whose sum is that over them.
+
+        Small tensors are gathered: that takes one message of each to each, in place of two behind another. Of others it
+        is the sum alone.
         """
-        wide = torch.promote_types(tensor.dtype, torch.float32)
-        if not self._direct(tensor):
-            return self.all_reduce(tensor.to(wide), over, operation=operation, layer=layer).to(tensor.dtype)
-        ranks, own, whole = self._members(over)[1], self.mesh.rank, tensor.contiguous()
-        parts = {rank: whole if rank == own else torch.empty_like(whole) for rank in ranks}
-        received = {rank: part for rank, part in parts.items() if rank != own}
-        sent = tensor.nbytes * len(received)
-        send = dict.fromkeys(received, whole)
-        self._collective(lambda _: self._exchange(send, received), over, operation, layer, sent)
-        first, *others = parts.values()
-        total = first.to(wide)
-        for part in others:
-            total = total + part
-        return total.to(tensor.dtype)
+        if self._direct(tensor):
+            return self.all_gather(tensor, over, operation=operation, layer=layer)
+        return self.all_reduce(tensor.to(_wide(tensor)), over, operation=operation, layer=layer).to(tensor.dtype)[None]
 
     def cp_all_to_all(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
@@ -370,6 +384,10 @@ class Communicator:
     def device_tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """A small tensor where collectives can reach it."""
         return torch.tensor(values, dtype=dtype, device=self.mesh.device)
+
+
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _all_reduce_bytes(tensor: Tensor, ranks: int) -> int:

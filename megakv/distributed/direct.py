@@ -110,6 +110,16 @@ def exchange(
         raise dist.DistNetworkError(f"Connection closed: {error}") from error
 
 
+def is_over(link: socket.socket) -> bool:
+    """Whether the other end has closed it, or is gone."""
+    try:
+        return not link.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _sent(link: socket.socket, rest: memoryview) -> memoryview:
     """What is left after sending what fits."""
     try:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import Packing, RunTable, load_kernel
-from megakv.attention.library import TYPES
 from megakv.attention.partial import PartialAttention
 from megakv.attention.varlen import select_varlen
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.ragged_body import BodyIndex, RaggedBody
+from megakv.library import TYPES
 
 FEW_ROWS = 64
 """Up to this many query rows per KV head, all heads are one kernel call on CUDA: a tile of the kernel has as many."""

@@ -121,7 +121,7 @@ def attention_function(
             raise MegaKVError(
                 f"{type(module).__name__} passes {', '.join(refused)} to attention, which MegaKV does not support"
             )
-    scoring = _scoring(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, softcap)
+    scoring = scoring_of(query.shape[-1] ** -0.5 if scaling is None else scaling, mask.window, softcap)
     if keeps_latents(module):
         scoring = replace(scoring, latent=latent_heads(module, query))
     layer: Any = module.layer_idx
@@ -129,7 +129,8 @@ def attention_function(
 
 
 @functools.lru_cache(maxsize=64)
-def _scoring(scale: float, window: int | None, softcap: float | None) -> Scoring:
+def scoring_of(scale: float, window: int | None, softcap: float | None) -> Scoring:
+    """How a layer scores: one for all layers that do alike."""
     return Scoring(scale, window, softcap)
 
 

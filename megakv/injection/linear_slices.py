@@ -102,7 +102,7 @@ class SummedColumns:
     """
 
     def __init__(self, linear: nn.Linear, columns: tuple[int, int], comm: Communicator, layer: int):
-        self._linear, self._columns, self._comm, self._layer = linear, columns, comm, layer
+        self._columns, self._comm, self._layer = columns, comm, layer
         self.own, self._inputs = Slice(linear, columns=columns), linear.weight.shape[1]
         self._over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
 
@@ -110,12 +110,13 @@ class SummedColumns:
         """``[..., in]`` to ``[..., out]``."""
         start, stop = self._columns
         x = x[..., start:stop] if x.shape[-1] == self._inputs else x
-        return self.summed(self.own.product(x))
-
-    def summed(self, own: Tensor) -> Tensor:
-        """The same from what this rank's columns make of the input."""
+        own = self.own.product(x)
         out = self._comm.sum_in_order(own, self._over, operation="linear_sum", layer=self._layer)
-        return out if self._linear.bias is None else (out + self._linear.bias).to(out.dtype)
+        return out if linear.bias is None else (out + linear.bias).to(out.dtype)
+
+    def summands(self, own: Tensor) -> Tensor:
+        """``[N, ..., out]``, whose sum it is but for the bias, from what this rank's columns make of the input."""
+        return self._comm.summands(own, self._over, operation="linear_sum", layer=self._layer)
 
 
 class KeptRows:

@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import ACTIVATIONS, LayerCalls, LayerWeights, Norm, Weight, load_layer
-from megakv.attention.library import TYPES
 from megakv.attention.linear import FEW_ROWS
-from megakv.attention.reference import Scoring
 from megakv.forward_pass import ForwardPass
-from megakv.injection.interface import attend_of, described_mask
+from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import FewRowsForward, Products
+from megakv.library import TYPES
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import RowParallelLinear
 
@@ -137,8 +136,9 @@ class _Plan:
     """What makes all queries, keys and values of this rank's rows."""
     projects: bool
     """Whether the output projection is a call of its own, with a sum over ranks behind it."""
-    sum: Callable[[Tensor], Tensor] | None
-    """Makes the feed-forward's output of this rank's part of it; None where that is all."""
+    add: Callable[[Tensor, Tensor], Tensor] | None
+    """Adds what all ranks have of the feed-forward to the hidden states behind attention, from this rank's part of it;
+    None where that is all."""
 
 
 class TokenLayer:
@@ -176,12 +176,12 @@ class TokenLayer:
             calls.rotate(found, cos, sin)
         window = described_mask(self._attention, kwargs.get("attention_mask")).window
         q, k, v = calls.heads(found)
-        attend, scoring = attend_of(self._attention), Scoring(self._attention.scaling, window)
+        attend, scoring = attend_of(self._attention), scoring_of(self._attention.scaling, window, None)
         attended = attend(self._attention.layer_idx, q, k, v, scoring, None)
         if plan.projects:
             attended = self._attention.o_proj(attended.flatten(2))
-        middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.sum is None)
-        return out if plan.sum is None else middle + plan.sum(out)
+        middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
+        return out if plan.add is None else plan.add(middle, out)
 
     def _fits(self, calls: LayerCalls, x: Tensor, *embeddings: Tensor) -> bool:
         rows, dim = x.shape[-2], calls.weights.head_dim
@@ -239,15 +239,16 @@ class TokenLayer:
             isinstance(linear, RowParallelLinear) or (slices is not None and slices.part(linear) is not None)
             for linear in (attention.o_proj, feed_forward.down_proj)
         ]
-        down = None if slices is None else slices.part(feed_forward.down_proj)
-        total = down.summed if isinstance(down, SummedColumns) else functools.partial(_summed, feed_forward.down_proj)
-        return _Plan(LayerCalls(kernel, weights), gather, reduces[0], total if reduces[1] else None)
+        calls, add = LayerCalls(kernel, weights), None
+        if reduces[1]:
+            add = functools.partial(self._added, calls, None if slices is None else slices.part(feed_forward.down_proj))
+        return _Plan(calls, gather, reduces[0], add)
 
-
-def _summed(linear: RowParallelLinear, own: Tensor) -> Tensor:
-    """The output of one that is spread over tensor-parallel ranks."""
-    out = linear.all_reduce(own)
-    return out if linear.bias is None else out + linear.bias
+    def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
+        linear = self.layer.mlp.down_proj
+        if isinstance(part, SummedColumns):
+            return calls.add(middle, part.summands(own), linear.bias)
+        return calls.add(middle, linear.all_reduce(own)[None], linear.bias)
 
 
 def _norm(module: Any) -> Norm:

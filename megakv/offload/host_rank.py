@@ -19,13 +19,13 @@ from torch import Tensor
 
 from megakv.attention.compiled import load_kernel
 from megakv.attention.latent import LatentHeads
-from megakv.attention.library import TYPES
 from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart
 from megakv.attention.partial import PackedAttention, Part, Scoring
 from megakv.attention.visibility import sees_all
 from megakv.device import Clock, HostClock, upload
 from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.library import TYPES
 from megakv.offload.pages import Runs
 from megakv.offload.row_format import RowFormat
 

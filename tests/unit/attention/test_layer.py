@@ -74,7 +74,7 @@ def test_ranks_with_a_part_each(kernel):
         x, cos, sin = (torch.randn(rows, size) for size in (hidden, dim, dim))
         everything = LayerCalls(kernel, whole)
         stop, column = drawn(len(whole.q.weight) + 2 * len(whole.k.weight)) - 1, drawn(width) - 1
-        packed, total, first = [], 0, (0, stop, sum(len(part.weight) for part in (whole.q, whole.k, whole.v)))
+        packed, parts_of, first = [], [], (0, stop, sum(len(part.weight) for part in (whole.q, whole.k, whole.v)))
         for rank, columns in enumerate((slice(0, column), slice(column, width))):
             parts, at = {}, 0
             for name in ("q", "k", "v"):
@@ -87,12 +87,14 @@ def test_ranks_with_a_part_each(kernel):
             own = LayerCalls(kernel, LayerWeights(**{**vars(whole), **parts, "down": down}))
             packed.append(own.project(x, cos, sin, whole=False))
             middle, part = own.feed_forward(x, x, projected=True, whole=False)
-            total = total + part
+            parts_of.append(part)
         together = torch.cat(packed, dim=1)
         everything.rotate(together, cos, sin)
         torch.testing.assert_close(together, everything.project(x, cos, sin, whole=True), rtol=1e-4, atol=1e-4)
         _, expected = everything.feed_forward(x, x, projected=True, whole=True)
-        torch.testing.assert_close(middle + total, expected, rtol=1e-4, atol=1e-4)
+        bias = torch.randn(hidden)
+        total = everything.add(middle, torch.stack(parts_of), bias)
+        torch.testing.assert_close(total, expected + bias, rtol=1e-4, atol=1e-4)
 
 
 def cut(part, rows):

@@ -165,3 +165,22 @@ extern "C" int megakv_feed_forward(const Layer* layer, int64_t rows, const void*
       });
   });
 }
+
+// out [rows, hidden] = `middle` plus the sum of what `ranks` ranks made of it [ranks, rows, hidden], and a bias if there is
+// one.
+extern "C" int megakv_add(const Layer* layer, int64_t rows, const void* middle, const void* parts, int64_t ranks,
+                          const void* bias, void* out) {
+  return typed(layer->type, [&](auto like) {
+    typedef decltype(like) T;
+    const int64_t hidden = layer->hidden, step = rows * hidden;
+    for (int64_t row = 0; row < rows; ++row)
+      each_vector(0, hidden, [&](int64_t d, int64_t count) {
+        const T* const part = (const T*)parts + row * hidden + d;
+        Floats sum = some(part, count);
+        for (int64_t rank = 1; rank < ranks; ++rank) sum += some(part + rank * step, count);
+        sum = kept<T>(sum);
+        if (bias) sum = kept<T>(sum + some((const T*)bias + d, count));
+        store_rounded((T*)out + row * hidden + d, some((const T*)middle + row * hidden + d, count) + sum, count);
+      });
+  });
+}
