@@ -59,6 +59,8 @@ class Mailbox:
 
         A `DistNetworkError` says that another rank's connection is over, or that nothing came within `timeout_s`.
         """
+        if not send.nbytes:
+            return
         number, begun = self._number, 0.0
         address: int | None = send.data_ptr()
         self._number += 1
