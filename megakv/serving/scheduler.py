@@ -13,6 +13,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from megakv.serving.pass_times import PassSize, PassTimes
@@ -24,6 +25,8 @@ GAP_SHARE = 0.95
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
 WELL_FILLED = 0.92
 """Part of the time between two pauses that whole layers should take."""
+LATEST = 3
+"""Passes with pauses that say by how much the next one will exceed what is predicted: each has more behind it."""
 LEAST_SLICE = 0.25
 """Part of the gap for which a pass goes on between two pauses in any case, however long the streams' tokens take."""
 OLDEST_SHARE = 4
@@ -109,9 +112,10 @@ class Scheduler:
         self._settings, self._times, self._layers = settings, times, layers
         # Seconds that decoding is behind its share.
         self._owed = 0.0
-        # Of the pass that pauses: layers between two pauses, those that were so far, the seconds that they took, and
-        # what has had its turn in this pause.
-        self._stride, self._passed, self._passed_s = layers, 0, 0.0
+        # Of passes that pause: layers between two pauses, those that were so far, by how much the latest ones exceeded
+        # what was predicted, and what has had its turn in this pause.
+        self._stride, self._passed = layers, 0
+        self._exceeds: deque[float] = deque(maxlen=LATEST)
         self._decoded = self._read = False
         # It has ended, and streams have waited since its last pause.
         self._due = False
@@ -132,6 +136,8 @@ class Scheduler:
 
     def measured_with_pauses(self, size: PassSize, seconds: float, *, last: float) -> None:
         """A pass that paused has ended: seconds without its pauses, and of them those behind the last one."""
+        if expected := self._times.seconds(size):
+            self._exceeds.append(seconds / expected)
         self._times.add(size, seconds)
         self._owed += self._settings.decode_share * last
         self._due = True
@@ -149,7 +155,8 @@ class Scheduler:
         order = turns(readers)
         least = self._chunks(readers, order, decoding, self._gap)
         slice_s = self._slice(decoding)
-        most = self._chunks(readers, order, PassSize(), self._layers * slice_s)
+        planned_s = slice_s / (median(self._exceeds) if self._exceeds else 1.0)
+        most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
             return Choice(least)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
@@ -157,13 +164,13 @@ class Scheduler:
         if self._ended:
             return Choice(ending)
         seconds = self._times.seconds(_size(PassSize(), readers, most))
-        stride = min(int(slice_s * self._layers / seconds), self._layers) if seconds else self._layers
-        if 2 <= stride < self._layers and stride * seconds < WELL_FILLED * slice_s * self._layers:
+        stride = min(int(planned_s * self._layers / seconds), self._layers) if seconds else self._layers
+        if 2 <= stride < self._layers and stride * seconds < WELL_FILLED * planned_s * self._layers:
             # One layer more in a slice, of fewer tokens, makes for fewer pauses.
-            fewer = self._chunks(readers, order, PassSize(), self._layers * slice_s / (stride + 1))
+            fewer = self._chunks(readers, order, PassSize(), self._layers * planned_s / (stride + 1))
             if 2 * sum(fewer) > sum(most):
                 stride, most = stride + 1, fewer
-        self._passed, self._passed_s = 0, 0.0
+        self._passed = 0
         self._stride = self._evenly(self._layers, stride)
         return Choice(most, decodes=False, layers=self._stride)
 
@@ -176,9 +183,8 @@ class Scheduler:
         if sliced is not None:
             self._decoded = self._read = False
             self._passed += self._stride
-            self._passed_s += sliced
-            # Its layers are alike.
-            at_most = int(self._slice(decoding) * self._passed / self._passed_s) if self._passed_s else self._layers
+            # Its layers are alike, but for what comes before the first.
+            at_most = int(self._slice(decoding) * self._stride / sliced) if sliced else self._layers
             self._stride = self._evenly(self._layers - self._passed, at_most)
             self._owed = self._owed + self._settings.decode_share * sliced if decoding.sequences else 0.0
         reads = bool(readers) and not self._read
