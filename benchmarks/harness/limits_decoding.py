@@ -43,15 +43,19 @@ def measure(arguments: argparse.Namespace) -> Rows:
 
 def _start(owned: ExitStack, ranks: int, threads: int, dtype: str, context: int) -> list[Connection[Any, Any]]:
     """Processes of one world; they end when what is said to them has an end."""
-    port, spawn, pipes = free_port(), mp.get_context("spawn"), []
+    port, spawn, pipes, processes = free_port(), mp.get_context("spawn"), [], []
     for rank in range(ranks):
         own, other = spawn.Pipe()
         process = spawn.Process(target=_serve, args=(other, rank, ranks, threads, port, dtype, context), daemon=True)
         process.start()
         other.close()
-        owned.callback(process.join)
-        owned.callback(own.close)
+        processes.append(process)
         pipes.append(own)
+    # All are told before any is waited for: no rank leaves alone.
+    for process in processes:
+        owned.callback(process.join)
+    for own in pipes:
+        owned.callback(own.close)
     for pipe in pipes:
         pipe.recv()
     return pipes
