@@ -34,7 +34,7 @@ from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
 from megakv.injection.rotation import KeyRotation
-from megakv.joint_pass import Tokens, check_serves, joint_input
+from megakv.joint_pass import Tokens, check_serves, joint_input, turn_input
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
@@ -215,12 +215,20 @@ class MegaKVEngine(InferenceEngine):
                 self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
             return output
 
-    def new_cache(self, *, forgets: bool = True) -> ShardedCache:
-        """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give."""
+    @property
+    def compresses(self) -> bool:
+        """Whether there is a budget for caches."""
+        return self._runtime.compressor is not None
+
+    def new_cache(self, *, forgets: bool = True, compresses: bool = True) -> ShardedCache:
+        """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give.
+
+        Where the engine has a budget, one that `compresses` comes to have it.
+        """
         self.check_open()
         assert self._hooks is not None
         cache = self._hooks.new_cache()
-        cache.forgets = forgets
+        cache.forgets, cache.compresses = forgets, cache.compresses and compresses
         return cache
 
     def check_serves(self) -> None:
@@ -231,7 +239,12 @@ class MegaKVEngine(InferenceEngine):
 
     @without_autograd
     def extend(
-        self, caches: Sequence[ShardedCache], tokens: Sequence[Tokens], *, pauses: Pauses | None = None
+        self,
+        caches: Sequence[ShardedCache],
+        tokens: Sequence[Tokens],
+        *,
+        pauses: Pauses | None = None,
+        turn: Turn | None = None,
     ) -> Tensor:
         """One pass over new tokens of several sequences: ``[B, V]`` logits behind the last one of each, on every rank.
 
@@ -239,11 +252,18 @@ class MegaKVEngine(InferenceEngine):
         are those of `generate` on it alone. If the pass fails, every cache is as before. Within its `pauses` other
         caches may be extended; what fails there ends this pass, too.
 
+        A cache is compressed in passes of its own, which are given the `turn` that its tokens belong to: when one comes
+        to its end, to the budget. Joint passes leave all caches as they are.
+
         A ValueError where settings cannot be served, or caches and tokens are not such.
         """
         self.check_serves()
         with self.agreement.call(), on_device(self.mesh.device):
-            inputs = joint_input(caches, tokens, self.new_cache(), self.module.config.get_text_config().vocab_size)
+            vocabulary = self.module.config.get_text_config().vocab_size
+            if turn is None:
+                inputs = joint_input(caches, tokens, self.new_cache(), vocabulary)
+            else:
+                inputs = turn_input(caches, tokens, vocabulary, compresses=self.compresses and pauses is None)
             for cache, own in zip(caches, tokens, strict=True):
                 self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
@@ -251,10 +271,15 @@ class MegaKVEngine(InferenceEngine):
             if outer is not None and outer.pausing and any(outer.holds(cache) for cache in caches):
                 raise ValueError("a cache is part of the pass that pauses: it goes on when that has ended")
             self._runtime.pauses = pauses
+            self._runtime.generation = None if turn is None else Generation(caches[0], turn, 1)
             try:
-                return self.module(**inputs).logits[:, 0]
+                logits: Tensor = self.module(**inputs).logits[:, 0]
             finally:
-                self._runtime.pauses = None
+                self._runtime.pauses = self._runtime.generation = None
+            if turn is not None:
+                # Of joint passes that is part.
+                self._comm.confirm()
+            return logits
 
     def session(self) -> Session:
         """A conversation whose keys and values stay sharded between turns."""

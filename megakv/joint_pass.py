@@ -24,8 +24,6 @@ def check_serves(config: MegaKVConfig, *, length_dependent: bool) -> None:
     """
     fairkv, offload, partition = config.megakv.fairkv, config.megakv.offload, config.megakv.runahead.partition
     remedy = "leave it out to serve several sequences"
-    if fairkv.budget is not None:
-        raise ValueError(f"megakv.fairkv.budget = {fairkv.budget:g}: compressed caches are not served; {remedy}")
     if fairkv.mapping is not None:
         raise ValueError(f"megakv.fairkv.mapping = {fairkv.mapping!r}: mapped KV heads are not served; {remedy}")
     if offload.enabled:
@@ -61,11 +59,7 @@ def joint_input(
             raise ValueError(
                 f"caches[{index}] is not of one uncompressed sequence on this mesh; make one with engine.new_cache()"
             )
-    rows = [np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in tokens]
-    for index, row in enumerate(rows):
-        whole = row.ndim == 1 and row.size and row.dtype.kind in "iu"
-        if not whole or row.min() < 0 or row.max() >= vocabulary:
-            raise ValueError(f"tokens[{index}] must be one or more token ids below {vocabulary}, in one dimension")
+    rows = _checked(tokens, vocabulary)
     lengths = np.array([len(row) for row in rows])
     real = np.arange(lengths.max()) < lengths[:, None]
     ids = np.zeros(real.shape, dtype=np.int64)
@@ -77,3 +71,33 @@ def joint_input(
         "use_cache": True,
         "logits_to_keep": 1,
     }
+
+
+def turn_input(
+    caches: Sequence[ShardedCache], tokens: Sequence[Tokens], vocabulary: int, *, compresses: bool
+) -> dict[str, Any]:
+    """The same for new tokens of a turn of one cache, which may be compressed at its end.
+
+    A ValueError where there is not one, or nothing that `compresses`.
+    """
+    if not compresses or len(caches) != 1 or len(tokens) != 1 or not caches[0].compresses:
+        raise ValueError(
+            "a turn is of one cache that compresses, in a pass that does not pause: make it with engine.new_cache() "
+            "where megakv.fairkv.budget is set"
+        )
+    (row,) = _checked(tokens, vocabulary)
+    return {
+        "input_ids": torch.from_numpy(row.astype(np.int64))[None],
+        "past_key_values": caches[0],
+        "use_cache": True,
+        "logits_to_keep": 1,
+    }
+
+
+def _checked(tokens: Sequence[Tokens], vocabulary: int) -> list[np.ndarray]:
+    rows = [np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in tokens]
+    for index, row in enumerate(rows):
+        whole = row.ndim == 1 and row.size and row.dtype.kind in "iu"
+        if not whole or row.min() < 0 or row.max() >= vocabulary:
+            raise ValueError(f"tokens[{index}] must be one or more token ids below {vocabulary}, in one dimension")
+    return rows

@@ -117,7 +117,7 @@ class Runtime:
         turn, compress, ends = self._turn(lengths, cache, slots)
         evict: tuple[int, ...] = ()
         watched = False
-        if (eviction := self.eviction) is not None:
+        if (eviction := self.eviction) is not None and cache.compresses:
             full, watched = eviction.plan(cache, lengths, turn, compress)
             evict = full if ends else ()
         rank = self.comm.mesh.cp_rank
@@ -169,7 +169,8 @@ class Runtime:
 
         A pass that is no part of a `generate` call's prompt is a turn of its own.
         """
-        if self.compressor is None or (self.generation is not None and self.generation.proposed):
+        proposed = self.generation is not None and self.generation.proposed
+        if self.compressor is None or not cache.compresses or proposed:
             # Candidates behind a prompt are no prompt.
             return None, (), True
         prompt = None if self.generation is None else self.generation.prompt

@@ -64,13 +64,18 @@ class Answer:
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
+    def alone(self) -> bool:
+        """Whether its passes have no other sequence; then its cache is of no use to others, nor theirs to it."""
+        return self.request.compresses
+
+    @property
     def left(self) -> int:
         return len(self.tokens) - self.cached
 
     @property
     def reusable(self) -> Tokens:
         """What it could find of its tokens in the tree: the last one has to be computed, for what comes next."""
-        return self.ids(0, len(self.tokens) - 1)
+        return self.ids(0, 0 if self.alone else len(self.tokens) - 1)
 
     def ids(self, first: int, last: int) -> Tokens:
         """Some of its tokens."""

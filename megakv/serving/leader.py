@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -73,12 +72,16 @@ class Leader:
         self._is_here, self._disk_keeps_up = is_here, disk_keeps_up
         self._arrivals, self._numbers = itertools.count(), itertools.count(1)
         self._by_id: dict[str, Answer] = {}
+        # Of those whose passes have no other, who has not had one since the last of all others.
+        self._alone: list[Answer] = []
         # The pass under way, and the one within it.
         self._passes: list[Pass] = []
         self._clock = clock
-        # When the pause began that the pass under way is in, and when its layers last went on.
+        # When the pause began that the pass under way is in, when its layers last went on, and for how long, until the
+        # scheduler hears of it.
         self._paused_at: float | None = None
         self._resumed_at = 0.0
+        self._sliced: float | None = None
         self._reset = False
 
     # What comes in
@@ -126,11 +129,15 @@ class Leader:
 
     def plan_within(self) -> Plan:
         """What all ranks do next in a pause of the pass under way: another pass, or to go on with it."""
-        sliced = None
         if self._paused_at is None:
             self._paused_at = self._clock()
-            sliced = self._paused_at - self._resumed_at
-        return self._planned(partial(self._scheduler.within, sliced=sliced))
+            self._sliced = self._paused_at - self._resumed_at
+            self._alone = [answer for answer in self.running if answer.alone and answer.state == "decoding"]
+        return self._planned(self._within)
+
+    def _within(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
+        sliced, self._sliced = self._sliced, None
+        return self._scheduler.within(readers, decoding, sliced)
 
     def _planned(self, choose: Callable[[Sequence[Reader], PassSize], Choice]) -> Plan:
         now = time.time()
@@ -138,7 +145,9 @@ class Leader:
         for answer in self.running:
             if answer.state == "reading" and not answer.paused:
                 self._advance(answer, now)
-        decoding = [answer for answer in self.running if answer.state == "decoding"]
+        if (alone := self._next_alone()) is not None:
+            return self._planned_alone(alone)
+        decoding = [answer for answer in self.running if answer.state == "decoding" and not answer.alone]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
         readers = self._readers()
         choice = choose([answer.reader() for answer in readers], size)
@@ -149,23 +158,49 @@ class Leader:
             if new:
                 chosen.append((answer, new))
                 size = size.with_prompt(answer.cached, new)
+        if not self._passes:
+            self._alone = [answer for answer in self.running if answer.alone]
+            if not chosen and (alone := self._next_alone()) is not None:
+                return self._planned_alone(alone)
+        return self._made(chosen, size, choice.layers)
+
+    def _next_alone(self) -> Answer | None:
+        """Whose turn it is of those whose passes have no other."""
+        while self._alone:
+            if (answer := self._alone.pop(0)) in self.running:
+                return answer
+        return None
+
+    def _planned_alone(self, answer: Answer) -> Plan:
+        """A pass of one: its prompt ends with a pass, and then come single tokens, whether they are known or not."""
+        read, prompt = answer.cached, len(answer.request.prompt)
+        if read >= prompt:
+            return self._made([(answer, 1)], PassSize(), None)
+        reader = replace(answer.reader(), left=prompt - read)
+        new = self._scheduler.chunk(reader, others=len(self.running) > 1)
+        return self._made([(answer, new)], PassSize().with_prompt(read, new), None)
+
+    def _made(self, chosen: list[tuple[Answer, int]], size: PassSize, layers: int | None) -> Plan:
+        """The plan of a pass, with what becomes of prefixes."""
         coming = list(self.tree.loading.values())
         # Where there is nothing else to do, what is being read is waited for.
-        waits = not chosen and choice.layers is None
+        waits = not chosen and layers is None
         awaited = coming if waits else [node for node in coming if self._is_here(node.id)]
         commands = self.tree.commands
         self.tree.commands = []
         if awaited:
             commands.append(Await(tuple(node.id for node in awaited)))
-        self._passes.append(Pass(chosen, size, awaited, choice.layers))
+        self._passes.append(Pass(chosen, size, awaited, layers))
         tokens = tuple(tuple(answer.tokens[answer.cached : answer.cached + new]) for answer, new in chosen)
         reset, self._reset = self._reset, False
         numbers = tuple(answer.number for answer, _ in chosen)
-        return Plan(tuple(commands), numbers, tokens, choice.layers, reset)
+        return Plan(tuple(commands), numbers, tokens, layers, reset)
 
     def _readers(self) -> list[Answer]:
         """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [answer for answer in self.running if answer.state == "reading" and not answer.paused]
+        reading = [
+            answer for answer in self.running if answer.state == "reading" and not (answer.paused or answer.alone)
+        ]
         ahead: dict[int, list[Answer]] = {}
         for answer in self.running:
             if answer.paused:
@@ -186,7 +221,8 @@ class Leader:
             self.queue.remove(answer)
             self.running.append(answer)
             answer.number, answer.state = next(self._numbers), "reading"
-            self.tree.commands.append(Attach(answer.number, ()))
+            turn = len(answer.request.prompt) if answer.alone else None
+            self.tree.commands.append(Attach(answer.number, (), turn))
             self._advance(answer, now)
             if not answer.new:
                 self.counts.prompt_tokens += len(answer.request.prompt)
@@ -225,6 +261,8 @@ class Leader:
 
     def _advance(self, answer: Answer, now: float) -> None:
         """Take over what the tree has of the tokens that come next."""
+        if answer.alone:
+            return
         if answer.node.end == answer.cached:
             path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
             answer.node = path[-1] if path else answer.node
@@ -263,7 +301,7 @@ class Leader:
         if done.layers is not None and not self._passes:
             last = self._clock() - self._resumed_at
             self._scheduler.measured_with_pauses(done.size, outcome.seconds - done.paused_s, last=last)
-        else:
+        elif done.size != PassSize():
             reading = done.size.prompt_tokens > 0 or any(answer.state == "reading" for answer in self.running)
             self._scheduler.measured(done.size, outcome.seconds, reading=reading)
         asked: list[tuple[int, Answer]] = []
@@ -319,6 +357,8 @@ class Leader:
 
     def _keep(self, answer: Answer, now: float) -> None:
         """What its cache has becomes part of the tree."""
+        if answer.alone:
+            return
         tokens = answer.ids(answer.node.end, answer.cached)
         disk = self._disk_keeps_up()
         path = self.tree.insert(answer.node, tokens, now, sequence=answer.number, keeps_on_disk=disk)
@@ -353,7 +393,7 @@ class Leader:
         """A plan failed: nothing that is in memory counts any more. Answers begin anew, unless that was tried."""
         self.tree.forget_memory()
         self._reset, again = True, self.running
-        self.running, self._passes, self._paused_at = [], [], None
+        self.running, self._passes, self._paused_at, self._alone = [], [], None, []
         for answer in reversed(again):
             answer.wait(self.tree.root)
             answer.failures += 1

@@ -102,6 +102,11 @@ class ServingLoop:
             raise ValueError(f"the prompt has token {wrong[0]}: allowed: 0 to {self._vocabulary - 1}")
         if request.logprobs is not None and not 0 <= request.logprobs <= self._vocabulary:
             raise ValueError(f"logprobs = {request.logprobs}: allowed: 0 to {self._vocabulary}")
+        if request.compresses and not self._engine.compresses:
+            raise ValueError(
+                "compress_cache = true: the server has no budget for caches; start it with a JSON that has "
+                "megakv.fairkv.budget, by --config"
+            )
         check_sampling(request.sampling, self._vocabulary)
         self._engine.check_length(len(request.prompt), request.max_new_tokens)
         total = len(request.prompt) + request.max_new_tokens
@@ -181,7 +186,7 @@ class ServingLoop:
     def _begin(self) -> None:
         """Compute a little, to see what a token takes, and make the tree."""
         with self._engine.agreement.call():
-            cache, seconds = self._engine.new_cache(forgets=False), []
+            cache, seconds = self._engine.new_cache(forgets=False, compresses=False), []
             prompt = torch.zeros(WARM_UP_TOKENS, dtype=torch.long)
             for tokens in (prompt, prompt[:1], prompt[:1]):
                 began = time.perf_counter()

@@ -38,10 +38,14 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Spans of nodes are appended to a sequence's cache, which is made if it is new."""
+    """Spans of nodes are appended to a sequence's cache, which is made if it is new.
+
+    One that is compressed has a `turn`: the tokens of its prompt. Its passes have no other sequence.
+    """
 
     sequence: int
     nodes: tuple[int, ...]
+    turn: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,3 +73,5 @@ class Request:
     user: str = ""
     form: Form | None = None
     """That its text must have."""
+    compresses: bool = False
+    """Whether its cache is compressed to the engine's budget when the prompt has been read."""

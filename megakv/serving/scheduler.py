@@ -198,6 +198,11 @@ class Scheduler:
             return Choice(chunks, layers=None if self._settings.decode_share else self._stride)
         return Choice([0] * len(readers), decodes=False, layers=self._stride)
 
+    def chunk(self, reader: Reader, *, others: bool) -> int:
+        """How much of its prompt one reads in a pass of its own: within a gap, if there are `others`."""
+        seconds = self._gap if others else math.inf
+        return self._chunks([reader], [0], PassSize(), seconds)[0]
+
     @staticmethod
     def _evenly(layers: int, at_most: int) -> int:
         """Layers to the next pause, of so many that are left: at even distances there are as few pauses."""

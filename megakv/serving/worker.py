@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.comm import Communicator
+from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Pauses
 from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
@@ -17,9 +18,14 @@ from megakv.serving.prefix_store import PrefixStore
 class ServedEngine(Protocol):
     """What serving needs of an engine."""
 
-    def new_cache(self, *, forgets: bool) -> ShardedCache: ...
+    def new_cache(self, *, forgets: bool, compresses: bool) -> ShardedCache: ...
     def extend(
-        self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]], *, pauses: Pauses | None
+        self,
+        caches: Sequence[ShardedCache],
+        tokens: Sequence[Sequence[int]],
+        *,
+        pauses: Pauses | None,
+        turn: Turn | None,
     ) -> Tensor: ...
 
 
@@ -29,23 +35,28 @@ class Worker:
     def __init__(self, engine: ServedEngine, comm: Communicator, store: PrefixStore):
         self._engine, self._comm, self._store = engine, comm, store
         self._caches: dict[int, ShardedCache] = {}
+        self._turns: dict[int, Turn] = {}
 
     def prepare(self, plan: Plan) -> dict[int, str]:
         """Carry out a plan's commands; what of the disk could not be read, by node, on any rank, and why."""
         unread: dict[int, str] = {}
         if plan.reset:
             self._caches.clear()
+            self._turns.clear()
             self._store.forget()
         for command in plan.commands:
             match command:
                 case Keep():
                     self._store.keep(command, self._caches[command.sequence])
-                case Attach(sequence, nodes):
+                case Attach(sequence, nodes, turn):
                     if sequence not in self._caches:
-                        self._caches[sequence] = self._engine.new_cache(forgets=False)
+                        self._caches[sequence] = self._engine.new_cache(forgets=False, compresses=turn is not None)
+                    if turn is not None:
+                        self._turns[sequence] = Turn(0, turn)
                     self._store.attach(nodes, self._caches[sequence])
                 case Close(sequence):
                     del self._caches[sequence]
+                    self._turns.pop(sequence, None)
                 case Await():
                     for failed in self._comm.gather_objects(self._store.receive(command)):
                         unread |= failed
@@ -59,4 +70,5 @@ class Worker:
         if not plan.sequences:
             return None
         caches = [self._caches[sequence] for sequence in plan.sequences]
-        return self._engine.extend(caches, plan.tokens, pauses=pauses)
+        turn = self._turns.get(plan.sequences[0])
+        return self._engine.extend(caches, plan.tokens, pauses=pauses, turn=turn)

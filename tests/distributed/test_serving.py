@@ -51,6 +51,19 @@ def test_answers_are_the_engine_s_alone_whatever_else_runs(tmp_path: Path, model
     assert stats["hit"] > 0 and stats["hit"] + stats["computed"] <= stats["prompt"]
 
 
+@pytest.mark.parametrize("mesh", ["2x1", pytest.param("1x2", marks=pytest.mark.full)])
+def test_caches_are_compressed_where_that_is_asked_for(tmp_path: Path, model: Path, mesh: str) -> None:
+    """Those answers are the engine's with its budget, all others exact."""
+    result, out = launch(tmp_path, model, mesh, "budget")
+    result.check()
+    found = json.loads(out.read_text())
+    check_answers(found["clients"])
+    compressed = [client for client in found["clients"] if client["compresses"]]
+    assert compressed and all(client["cached"] in (0, None) for client in compressed)
+    again = found["clients"][-1]
+    assert again["cached"] == len(again["prompt"]) - 1
+
+
 @pytest.mark.parametrize(("before", "after"), [("2x1", "1x1"), ("1x1", "2x1")])
 def test_prefixes_outlast_sigkill_and_another_number_of_ranks(
     tmp_path: Path, model: Path, before: str, after: str

@@ -83,6 +83,7 @@ class Answers:
                     priority=call.priority,
                     user=call.user,
                     form=call.form,
+                    compresses=call.compresses,
                 ),
                 Detokenizer(served.tokenizer, special=call.special),
                 StopStrings(call.stops),

@@ -38,6 +38,8 @@ class Call:
     """Whether special tokens are part of the text."""
     form: Form | None = None
     """What the text must be."""
+    compresses: bool = False
+    """As of a `Request`."""
 
     def sampling_of(self, choice: int) -> Sampling:
         """Answers to the same prompt differ, each by a seed of its own."""
@@ -94,6 +96,7 @@ def make_call(
         user=user,
         special=special,
         form=form,
+        compresses=body.compress_cache,
     )
 
 

@@ -54,6 +54,7 @@ class SamplingBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool = False
+    compress_cache: bool = False
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     user: Name | None = None
     metadata: Ignored = None

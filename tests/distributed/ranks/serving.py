@@ -1,6 +1,7 @@
 """Started on every rank: a served engine, and on rank 0 those who ask it.
 
 Usage: serving.py OUT.json MODEL CPxTP STAGE STORE, with STAGE ``random`` (many requests, against the engine alone),
+``budget`` (some of them with compressed caches),
 ``store`` (a long prompt, after which the ranks kill themselves), ``restored`` (the same after a restart), or ``killed``
 (the last rank kills itself while all is under way).
 """
@@ -30,6 +31,7 @@ from megakv.serving.request import Event, Finished, Progress, Request, Sampling,
 from megakv.serving.settings import ServingSettings
 
 VOCABULARY = 128
+BUDGET = {"budget": 40, "method": "ada_snapkv", "window": 8, "min_tokens": 48, "decode_interval": 8}
 GREEDY = Sampling(temperature=0)
 REQUESTS = 40
 LONG = 300
@@ -41,6 +43,7 @@ class Client:
 
     def __init__(self, loop: ServingLoop, name: str, prompt: list[int], new: int, **options: Any):
         self.loop, self.name, self.prompt, self.new = loop, name, prompt, new
+        self.compresses = options.get("compresses", False)
         self.tokens: list[int] = []
         self.times: list[float] = []
         self.progress: list[Progress] = []
@@ -70,6 +73,7 @@ class Client:
         return {
             "prompt": self.prompt,
             "new": self.new,
+            "compresses": self.compresses,
             "tokens": self.tokens,
             "why": self.why,
             "message": self.message,
@@ -83,8 +87,10 @@ def tokens(count: int) -> list[int]:
     return random.choices(range(3, VOCABULARY), k=count)
 
 
-def many(loop: ServingLoop) -> dict[str, Any]:
-    """Requests of all lengths, some of which share beginnings, go on behind answers, or are cancelled."""
+def many(loop: ServingLoop, *, budget: bool) -> dict[str, Any]:
+    """Requests of all lengths, some of which share beginnings, go on behind answers, or are cancelled; with a `budget`,
+    some have compressed caches.
+    """
     clients: list[Client] = []
     for number in range(REQUESTS):
         before: list[int] = []
@@ -93,7 +99,8 @@ def many(loop: ServingLoop) -> dict[str, Any]:
             known = other.prompt + list(other.tokens)
             before = known[: random.randint(0, len(known))]
         prompt = (before + tokens(random.choice([1, 2, 10, 40, 150])))[-350:]
-        clients.append(Client(loop, str(number), prompt, random.randint(1, 12), priority=random.randint(0, 1)))
+        options = {"priority": random.randint(0, 1), "compresses": budget and random.random() < 0.5}
+        clients.append(Client(loop, str(number), prompt, random.randint(1, 12), **options))
         if random.random() < 0.2:
             time.sleep(random.random() / 20)
             loop.cancel(random.choice(clients).name)
@@ -103,7 +110,8 @@ def many(loop: ServingLoop) -> dict[str, Any]:
         client.wait()
     stats = loop.stats()
     # What was asked before is there but for its last token.
-    again = max((client for client in clients if client.why == "length"), key=lambda client: len(client.prompt))
+    kept = (client for client in clients if client.why == "length" and not client.compresses)
+    again = max(kept, key=lambda client: len(client.prompt))
     clients.append(Client(loop, "again", again.prompt, again.new).wait())
     return {
         "clients": [client.described() for client in clients],
@@ -167,11 +175,11 @@ def kill_oneself(out: Path) -> None:
 
 def references(engine: megakv.MegaKVEngine, clients: list[dict[str, Any]]) -> None:
     """What the engine says alone to each."""
-    asked: list[Any] = [[(client["prompt"], client["new"]) for client in clients]]
+    asked: list[Any] = [[(client["prompt"], client["new"], client["compresses"]) for client in clients]]
     dist.broadcast_object_list(asked)
-    for number, (prompt, new) in enumerate(asked[0]):
-        ids = torch.tensor([prompt])
-        output = engine.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+    for number, (prompt, new, compresses) in enumerate(asked[0]):
+        ids, cache = torch.tensor([prompt]), engine.new_cache(compresses=compresses)
+        output = engine.generate_into(cache, ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
         if clients:
             clients[number]["alone"] = output[0, len(prompt) :].tolist()
 
@@ -189,14 +197,15 @@ def main() -> None:
     config = {
         "dtype": "fp32",
         "tensor_parallel": {"tp_size": tp},
-        "megakv": {"context_parallel": {"size": cp}, "timeout_s": 60},
+        "megakv": {"context_parallel": {"size": cp}, "timeout_s": 60, "fairkv": BUDGET if stage == "budget" else {}},
     }
     store = None if sys.argv[5] == "-" else Path(sys.argv[5])
     quiet_libraries()
     with orderly_end(), megakv.init_inference(sys.argv[2], config) as engine:
         rank = dist.get_rank()
         # Small chunks, so that prompts take several, and few tokens of memory, so that prefixes go.
-        limits = {"kv_tokens": 1500, "host_kv_tokens": 500} if stage == "random" else {}
+        drawn = stage in ("random", "budget")
+        limits = {"kv_tokens": 1500, "host_kv_tokens": 500} if drawn else {}
         loop = ServingLoop(engine, ServingSettings(max_gap_s=0.05, chunk_tokens=64, store=store, **limits))
         results: dict[str, Any] = {}
         pids = own_pids()
@@ -206,8 +215,8 @@ def main() -> None:
         def ask() -> None:
             random.seed(int(os.environ.get("MEGAKV_TEST_SEED", "0")))
             try:
-                if stage == "random":
-                    results.update(many(loop))
+                if drawn:
+                    results.update(many(loop, budget=stage == "budget"))
                 elif stage == "killed":
                     results.update(killed(loop, out))
                 elif stage == "store":

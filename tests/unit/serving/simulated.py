@@ -84,6 +84,7 @@ class Simulation:
         """What happens in a pause, of which there were so many."""
         self.pauses = 0
         self._held: set[int] = set()
+        self._turns: dict[int, int] = {}
         self.streams: dict[str, Stream] = {}
         self.caches: dict[int, tuple[int, ...]] = {}
         self.spans: dict[int, tuple[int, ...]] = {}
@@ -141,6 +142,7 @@ class Simulation:
         assert not touched & self._held, "a pass under way has their caches"
         if plan.reset:
             self.caches.clear()
+            self._turns.clear()
             self.spans.clear()
         for command in plan.commands:
             match command:
@@ -151,11 +153,15 @@ class Simulation:
                     assert len(self.spans[node]) == last - first
                     if key is not None:
                         self.files[key] = self.spans[node]
-                case Attach(sequence, nodes):
+                case Attach(sequence, nodes, turn):
+                    if turn is not None:
+                        self._turns[sequence] = turn
+                    assert not nodes or sequence not in self._turns
                     held = self.caches.get(sequence, ())
                     self.caches[sequence] = held + tuple(token for node in nodes for token in self.spans[node])
                 case Close(sequence):
                     del self.caches[sequence]
+                    self._turns.pop(sequence, None)
                 case Drop(node):
                     # What could not be read, behind other such, is gone already.
                     self.spans.pop(node, None)
@@ -176,6 +182,11 @@ class Simulation:
             return None
         logits = torch.zeros(len(plan.sequences), VOCABULARY)
         pasts = [len(self.caches[sequence]) for sequence in plan.sequences]
+        if alone := self._turns.keys() & set(plan.sequences):
+            # Compressed at the end of its prompt, and nowhere else: then single tokens follow.
+            (_,), (new,), turn = plan.sequences, map(len, plan.tokens), self._turns[alone.pop()]
+            assert plan.layers is None
+            assert pasts[0] + new <= turn or (pasts[0] >= turn and new == 1)
         for row, (sequence, tokens) in enumerate(zip(plan.sequences, plan.tokens, strict=True)):
             self.caches[sequence] += tokens
             logits[row, next_token(self.caches[sequence])] = 1.0

@@ -45,9 +45,8 @@ def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, 
         for _ in range(random.randint(0, 3)):
             name = f"r{number}-{len(names)}"
             prompt = random_prompt(known)
-            stream = simulation.submit(
-                name, prompt, random.randint(1, 12), priority=random.randint(0, 2), user=random.choice("abc")
-            )
+            options = {"priority": random.randint(0, 2), "user": random.choice("abc")}
+            stream = simulation.submit(name, prompt, random.randint(1, 12), compresses=random.random() < 0.2, **options)
             names.append(name)
             known = [*known[-20:], prompt + tuple(stream.tokens)]
         for _ in range(random.randint(0, 6)):
@@ -141,6 +140,25 @@ def test_what_happens_within_a_pass_that_pauses() -> None:
     simulation.check_answers()
     assert simulation.pauses > 20 and not simulation.caches and simulation.tree.used_tokens == 0
     assert {stream.finished.why for stream in simulation.streams.values() if stream.finished} <= {"length", "cancelled"}
+
+
+def test_those_whose_caches_are_compressed_take_turns_with_others() -> None:
+    """One pass of each between two of all others, within a long pass too; beginnings are not shared with them."""
+    simulation = Simulation(ServingSettings(max_gap_s=0.3))
+    prompt = tokens(60)
+    alone = [simulation.submit(f"alone {n}", prompt, 40, compresses=True) for n in range(2)]
+    others = [simulation.submit(f"other {n}", prompt, 40) for n in range(2)]
+    for _ in range(16):
+        simulation.step()
+    assert all(stream.tokens for stream in (*alone, *others))
+    simulation.submit("long", tokens(3000), 2)
+    simulation.run()
+    simulation.check_answers()
+    assert simulation.pauses > 0
+    assert all(stream.progress[-1].cached == 0 for stream in alone)
+    # None of them waits for longer than others do, but for the passes of the two themselves.
+    most = max(max(stream.gaps) for stream in others)
+    assert max(max(stream.gaps) for stream in alone) <= most + 0.3
 
 
 def test_higher_priority_is_served_first_and_users_take_turns() -> None:
