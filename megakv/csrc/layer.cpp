@@ -73,7 +73,8 @@ template <class T> void rotate_all(const Layer& layer, int64_t rows, const T* co
 }
 
 inline Floats activated(Floats x, int64_t kind) {
-  if (kind == SILU) return x / (1.0f + exponential(x < -87.0f ? all(87.0f) : -x));
+  // Of numbers beyond what exponentials reach nothing is left.
+  if (kind == SILU) return x < -87.0f ? x * exponential(x) : x / (1.0f + exponential(x < -87.0f ? all(0.0f) : -x));
   Floats y;
   if (kind == GELU_TANH) {
     const Floats inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);

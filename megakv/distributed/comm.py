@@ -61,14 +61,14 @@ class Communicator:
             peers = self._gathered(Peer.this(mesh.rank))
             hosts = store_hosts() if mesh.world_size > 1 else ()
             channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
+            self._spins = cores_suffice(sum(peer.host == peers[mesh.rank].host for peer in peers))
+            self._mailboxes = self._made_mailboxes()
         except BaseException as error:
             mesh.end()
             if broke(error):
                 raise PeerLostError(f"another rank was lost while the mesh was made: {error}") from error
             raise
         self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s, mesh.sever, channel)
-        self._spins = cores_suffice(self.watch.neighbours)
-        self._mailboxes = self._made_mailboxes()
 
     @property
     def failures(self) -> Failures:
@@ -240,6 +240,7 @@ class Communicator:
         """The same of the ranks of any group."""
         ranks, own = self._members(over)[1], self.mesh.rank
         gathered = tensor.new_empty((len(ranks), *tensor.shape)) if receive is None else receive
+        assert gathered.is_contiguous()
         if len(ranks) == 1:
             return gathered.copy_(tensor[None])
 

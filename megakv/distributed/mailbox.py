@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.distributed.direct import SPIN_SECONDS, Links, is_over
+from megakv.errors import MegaKVError
 from megakv.library import load
 
 FOLDER = Path("/dev/shm")
@@ -50,8 +51,10 @@ class Mailbox:
     """What a group of ranks of one host, of which this is number `own`, exchange in memory of theirs."""
 
     def __init__(self, calls: MailboxCalls, memory: mmap.mmap, ranks: Sequence[int], own: int):
-        self._calls, self._memory, self._ranks, self._own = calls, memory, ranks, own
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._calls, self._ranks, self._own = calls, ranks, own
+        # As long as this is held, the memory cannot be closed.
+        self._first = ctypes.c_char.from_buffer(memory)
+        self._address = ctypes.addressof(self._first)
         self._number = 0
 
     def all_gather(self, send: Tensor, received: Tensor, links: Links, *, timeout_s: float) -> None:
@@ -68,7 +71,8 @@ class Mailbox:
             self._address, len(self._ranks), self._own, SLOT_BYTES, number, address, send.nbytes,
             received.data_ptr(), SLICE_S, SPIN_SECONDS,
         ):  # fmt: skip
-            assert failed == 1, "ranks exchange messages of different sizes"
+            if failed != 1:
+                raise MegaKVError("ranks exchange messages of different sizes")
             address, now = None, time.monotonic()
             begun = begun or now
             for rank in self._ranks:
@@ -88,20 +92,20 @@ def make_mailbox(
     """
     calls = load_mailbox()[0] if wanted else None
     memory: mmap.mmap | None = None
-    path = ""
+    made = ""
     if calls is not None and own == 0:
         with suppress(OSError):
-            path, memory = _made(calls.bytes(len(ranks), SLOT_BYTES))
-    path = gather(path)[ranks[0]]
+            made, memory = _made(calls.bytes(len(ranks), SLOT_BYTES))
     try:
+        path = gather(made)[ranks[0]]
         if calls is not None and own and path:
             with suppress(OSError):
                 memory = _opened(path, calls.bytes(len(ranks), SLOT_BYTES))
         found = gather(memory is not None)
     finally:
-        if own == 0 and path:
+        if made:
             with suppress(OSError):
-                os.unlink(path)
+                os.unlink(made)
     if calls is None or memory is None or not all(found[rank] for rank in ranks):
         return None
     return Mailbox(calls, memory, ranks, own)

@@ -60,7 +60,7 @@ class ForwardHooks:
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
             planner.slices = self._slices.gains
-        self._layers = TokenLayers(model, products, self._slices, lambda: runtime.current)
+        self._layers = TokenLayers(model, products, self._slices, runtime.comm, lambda: runtime.current)
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
@@ -105,6 +105,7 @@ class ForwardHooks:
         # A pass that was broken off, as by Ctrl-C, is no outer one.
         before = self._runtime.current
         step.outer, self._runtime.current = before if before is not None and before.pausing else None, step
+        self._layers.begin(step)
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.turn is not None)
         if step.evict:

@@ -1,19 +1,12 @@
 """Decoder layers of the Llama kind in passes of few tokens on processors: two compiled calls around their attention.
 
-A layer is of that kind where the code of its modules is Llama's, Mistral's, Qwen2's or Qwen3's, read from this very
-version of transformers, and nobody has hooks inside it or has replaced what they compute. All else is as it was.
+All other layers and passes are as they were. Whether a layer is of the kind is looked at when a call begins to decode.
 """
 
 from __future__ import annotations
 
-import ast
 import functools
-import importlib
-import inspect
-import itertools
-import operator
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,110 +14,19 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.attention.layer import ACTIVATIONS, LayerCalls, LayerWeights, Norm, Weight, load_layer
+from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
 from megakv.attention.linear import FEW_ROWS
-from megakv.forward_pass import ForwardPass
+from megakv.distributed.comm import Communicator
+from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.interface import attend_of, described_mask, scoring_of
+from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
-from megakv.injection.linears import FewRowsForward, Products
-from megakv.library import TYPES
+from megakv.injection.linears import Products
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import RowParallelLinear
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
-LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-HEAD_NORMS = ("q_norm", "k_norm")
-FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 EMBEDDINGS = "position_embeddings"
 Current = Callable[[], ForwardPass | None]
-
-
-class _Bare(ast.NodeTransformer):
-    """Code without what does not run: annotations, decorators, names and documentation of functions."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.name, node.decorator_list, node.returns = "", [], None
-        if ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        return node if node.value is None else ast.Assign([node.target], node.value)
-
-
-@functools.cache
-def _code(function: Callable[..., Any]) -> str:
-    """What a function does, whatever it is called; empty if nobody knows."""
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
-        return ""
-    return ast.dump(_Bare().visit(ast.parse(source)))
-
-
-def _codes(layer: Any) -> tuple[str, ...]:
-    """What a decoder layer's forward runs, but for linears and the activation."""
-    attention: Any = type(layer.self_attn)
-    rotary = attention.forward.__globals__.get("apply_rotary_pos_emb")
-    turned = getattr(rotary, "__globals__", {}).get("rotate_half")
-    modules = [getattr(layer, name) for name in LAYER]
-    modules += [getattr(layer.self_attn, name) for name in HEAD_NORMS if hasattr(layer.self_attn, name)]
-    return tuple(_code(function) for function in (*(type(module).forward for module in modules), rotary, turned))
-
-
-@functools.cache
-def _known() -> frozenset[tuple[str, ...]]:
-    """The codes of the layers that the compiled calls compute."""
-    found = set()
-    for kind in KINDS:
-        file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
-        name = next(name for name in vars(file) if name.lower() == f"{kind}decoderlayer")
-        config = importlib.import_module("transformers").AutoConfig.for_model(
-            kind, hidden_size=8, intermediate_size=8, num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1
-        )
-        with torch.device("meta"):
-            found.add(_codes(getattr(file, name)(config, 0)))
-    return frozenset(codes for codes in found if all(codes))
-
-
-def _activation(function: Any) -> int | None:
-    """The number of a feed-forward's activation."""
-    values = torch.linspace(-9, 9, 257, device="cpu")
-    with torch.no_grad():
-        found = function(values)
-        for kind, known in enumerate(ACTIVATIONS):
-            if torch.allclose(found, known(values), 0, 1e-7):
-                return kind
-    return None
-
-
-def is_known(layer: Any) -> bool:
-    """Whether a decoder layer is of the Llama kind, in a type and of a shape that the compiled calls know."""
-    if tuple(name for name, _ in sorted(layer.named_children())) != tuple(sorted(LAYER)):
-        return False
-    attention, feed_forward = layer.self_attn, layer.mlp
-    found = {name for name, _ in attention.named_children()}
-    if found - set(HEAD_NORMS) != set(PROJECTIONS) or len(found & set(HEAD_NORMS)) not in (0, len(HEAD_NORMS)):
-        return False
-    if {name for name, _ in feed_forward.named_children()} - {"act_fn"} != set(FEED_FORWARD):
-        return False
-    linears = [*(getattr(attention, name) for name in PROJECTIONS), *(getattr(feed_forward, n) for n in FEED_FORWARD)]
-    plain = all(type(linear) in (nn.Linear, RowParallelLinear) and linear.weight.dim() == 2 for linear in linears)
-    kinds = {(parameter.dtype, parameter.device.type) for parameter in layer.parameters()}
-    if not plain or len(kinds) != 1 or next(iter(kinds)) not in ((dtype, "cpu") for dtype in TYPES):
-        return False
-    if any(isinstance(linear, RowParallelLinear) for linear in linears[:3] + linears[4:6]) or attention.head_dim % 2:
-        return False
-    replaced = (
-        "forward" in vars(module) and not isinstance(vars(module)["forward"], FewRowsForward)
-        for module in layer.modules()
-    )
-    return not any(replaced) and _codes(layer) in _known() and _activation(feed_forward.act_fn) is not None
 
 
 @dataclass(frozen=True)
@@ -142,31 +44,40 @@ class _Plan:
 
 
 class TokenLayer:
-    """In the place of the `forward` of one decoder layer that `is_known`; what other passes take is as before."""
+    """In the place of the `forward` of one decoder layer; what other passes take, or other layers, is as before."""
 
-    def __init__(self, layer: Any, products: Products, slices: LinearSlices | None, current: Current):
-        self.layer = layer
-        self._rows = {torch.float32: FEW_ROWS}.get(layer.input_layernorm.weight.dtype, products.most_rows)
-        self._slices, self._current = slices, current
+    def __init__(
+        self, layer: Any, kernel: LayerKernel, products: Products, slices: LinearSlices | None, current: Current
+    ):
+        self.layer, self._kernel = layer, kernel
+        self._products, self._slices, self._current = products, slices, current
         self.before = layer.forward
-        self._attention: Any = layer.self_attn
-        self._modules = [module for module in layer.modules() if module is not layer]
-        hooks = ((module._forward_hooks, module._forward_pre_hooks) for module in self._modules)
-        self._hooks = list(itertools.chain.from_iterable(hooks))
-        self._fields = [
-            (own._parameters, name) for own in self._modules for name, _ in own.named_parameters(recurse=False)
-        ]
-        self._parameters: list[Tensor] = []
-        self._places: list[Callable[[], int]] = []
+        # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
+        # are kept by whether ranks have slices.
+        self._attention: Any = None
+        self._seen: Any = None
         self._plans: dict[bool, _Plan] = {}
-        self._addresses: list[int] = []
+        self._rows = 0
+
+    def look(self) -> None:
+        """See whether the layer is of the kind, and whether its weights are where they were."""
+        if not is_known(self.layer):
+            self._attention, self._plans = None, {}
+            return
+        parameters, attention = list(self.layer.parameters()), self.layer.self_attn
+        norms = (getattr(module, "variance_epsilon", None) for module in self.layer.modules())
+        seen = [parameter.data_ptr() for parameter in parameters], [*norms, attention.head_dim, self.layer.mlp.act_fn]
+        if self._attention is not attention or seen != self._seen:
+            self._attention, self._seen, self._plans = attention, seen, {}
+        self._rows = FEW_ROWS if parameters[0].dtype == torch.float32 else self._products.most_rows
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
-        step, embeddings = self._current(), kwargs.get(EMBEDDINGS)
-        if args or step is None or step.token_step is None or step.recomputing or any(self._hooks):
+        step, embeddings, attention = self._current(), kwargs.get(EMBEDDINGS), self._attention
+        if args or attention is None or step is None or step.token_step is None or step.recomputing:
             return self.before(hidden_states, *args, **kwargs)
-        plan = self._plan(step.slices)
+        if (plan := self._plans.get(step.slices)) is None:
+            plan = self._plans[step.slices] = self._made(self._slices if step.slices else None)
         if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, *embeddings):
             return self.before(hidden_states, *args, **kwargs)
         calls, (cos, sin) = plan.calls, embeddings
@@ -174,12 +85,12 @@ class TokenLayer:
         if plan.gather is not None:
             found = plan.gather.gathered(found)
             calls.rotate(found, cos, sin)
-        window = described_mask(self._attention, kwargs.get("attention_mask")).window
+        window = described_mask(attention, kwargs.get("attention_mask")).window
         q, k, v = calls.heads(found)
-        attend, scoring = attend_of(self._attention), scoring_of(self._attention.scaling, window, None)
-        attended = attend(self._attention.layer_idx, q, k, v, scoring, None)
+        scoring = scoring_of(attention.scaling, window, None)
+        attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None)
         if plan.projects:
-            attended = self._attention.o_proj(attended.flatten(2))
+            attended = attention.o_proj(attended.flatten(2))
         middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
         return out if plan.add is None else plan.add(middle, out)
 
@@ -190,18 +101,6 @@ class TokenLayer:
         shapes = all(part.shape == (1, rows, dim) and part.dtype == x.dtype for part in embeddings)
         contiguous = x.is_contiguous() and all(part.is_contiguous() for part in embeddings)
         return shapes and contiguous and x.device.type == "cpu" and not torch.is_grad_enabled()
-
-    def _plan(self, sliced: bool) -> _Plan:
-        """Made anew where weights lie elsewhere than before."""
-        parameters: list[Any] = [own[name] for own, name in self._fields]
-        if len(parameters) != len(self._parameters) or not all(map(operator.is_, parameters, self._parameters)):
-            self._parameters, self._places = parameters, [parameter.data_ptr for parameter in parameters]
-        addresses = [place() for place in self._places]
-        if addresses != self._addresses:
-            self._addresses, self._plans = addresses, {}
-        if sliced not in self._plans:
-            self._plans[sliced] = self._made(self._slices if sliced else None)
-        return self._plans[sliced]
 
     def _made(self, slices: LinearSlices | None) -> _Plan:
         attention, feed_forward = self._attention, self.layer.mlp
@@ -221,6 +120,7 @@ class TokenLayer:
                 weight, bias = part.own.views()
             elif isinstance(linear, RowParallelLinear):
                 bias = None
+            # Whatever becomes of the parameter, this memory stays.
             fields[name.removesuffix("_proj")] = Weight(weight.detach(), None if bias is None else bias.detach())
         fields |= {name: _norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)}
         dim = attention.head_dim
@@ -228,21 +128,17 @@ class TokenLayer:
             heads=attention.q_proj.weight.shape[0] // dim,
             kv_heads=attention.k_proj.weight.shape[0] // dim,
             head_dim=dim,
-            activation=_activation(feed_forward.act_fn) or 0,
+            activation=activation(feed_forward.act_fn) or 0,
             input_norm=_norm(self.layer.input_layernorm),
             output_norm=_norm(self.layer.post_attention_layernorm),
             **fields,
         )
-        kernel, _ = load_layer()
-        assert kernel is not None
-        reduces = [
-            isinstance(linear, RowParallelLinear) or (slices is not None and slices.part(linear) is not None)
-            for linear in (attention.o_proj, feed_forward.down_proj)
-        ]
-        calls, add = LayerCalls(kernel, weights), None
-        if reduces[1]:
-            add = functools.partial(self._added, calls, None if slices is None else slices.part(feed_forward.down_proj))
-        return _Plan(calls, gather, reduces[0], add)
+        calls, add = LayerCalls(self._kernel, weights), None
+        outputs = attention.o_proj, feed_forward.down_proj
+        o_part, down_part = (None if slices is None else slices.part(linear) for linear in outputs)
+        if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
+            add = functools.partial(self._added, calls, down_part)
+        return _Plan(calls, gather, o_part is not None or isinstance(attention.o_proj, RowParallelLinear), add)
 
     def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
         linear = self.layer.mlp.down_proj
@@ -256,23 +152,55 @@ def _norm(module: Any) -> Norm:
 
 
 class TokenLayers:
-    """Another `forward` for those decoder layers of a model that are of the kind, until `remove`."""
+    """Another `forward` for a model's decoder layers, until `remove`. Every rank must make it: all compute alike."""
 
-    def __init__(self, model: PreTrainedModel, products: Products, slices: LinearSlices | None, current: Current):
-        self.layers = [TokenLayer(layer, products, slices, current) for layer in _known_layers(model)]
-        for own in self.layers:
-            own.layer.forward = own
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        products: Products,
+        slices: LinearSlices | None,
+        comm: Communicator,
+        current: Current,
+    ):
+        self.layers: list[TokenLayer] = []
+        # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
+        self._generation: Generation | None = None
+        self._stale = True
+        if comm.mesh.device.type != "cpu":
+            return
+        kernel, _ = load_layer()
+        if not all(comm.gather_objects(kernel is not None)):
+            return
+        assert kernel is not None
+        for layer in {id(layer): layer for layer in _layers(model)}.values():
+            if "forward" not in vars(layer):
+                own = TokenLayer(layer, kernel, products, slices, current)
+                layer.forward = own
+                self.layers.append(own)
+
+    def begin(self, step: ForwardPass) -> None:
+        """A pass begins. Before the first one of single tokens in a call, layers are looked at.
+
+        Passes over several caches are calls of their own: there it is the first after prompts.
+        """
+        if step.token_step is None:
+            self._stale = True
+            return
+        same = step.cache.outlives if step.generation is None else step.generation is self._generation
+        if self._stale or not same:
+            for layer in self.layers:
+                layer.look()
+        self._generation, self._stale = step.generation, False
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""
         for own in self.layers:
-            del own.layer.forward
+            if vars(own.layer).get("forward") is own:
+                del own.layer.forward
 
 
-def _known_layers(model: PreTrainedModel) -> Iterator[nn.Module]:
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
     try:
-        layers = list(decoder_layers(model)[1])
+        return list(decoder_layers(model)[1])
     except ValueError:
-        return
-    if load_layer()[0] is not None:
-        yield from (layer for layer in layers if is_known(layer))
+        return []

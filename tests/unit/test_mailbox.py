@@ -134,3 +134,11 @@ def test_none_has_one_where_one_cannot(reason: str, monkeypatch: pytest.MonkeyPa
     if reason == "no memory":
         monkeypatch.setattr(mailbox, "SLOT_BYTES", 1 << 50)
     assert boxes([[0, 1, 2]], wanted=lambda rank: rank != 1 or reason != "not wanted") == [None] * 3
+
+
+def test_a_meeting_that_fails_leaves_no_memory() -> None:
+    def gather(_: Any) -> list[Any]:
+        raise dist.DistNetworkError("Connection closed")
+
+    with pytest.raises(dist.DistNetworkError):
+        make_mailbox([0, 1], 0, gather)

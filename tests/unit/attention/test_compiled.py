@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakv.attention import backends, compiled, library
+from megakv import library
+from megakv.attention import backends, compiled
 from megakv.attention.reference import dense_attention
 
 TILE = 64

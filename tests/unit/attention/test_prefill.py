@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.attention import backends, library
+from megakv import library
+from megakv.attention import backends
 from megakv.attention.prefill import ROUNDED_TOLERANCE, PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, dense_attention
 

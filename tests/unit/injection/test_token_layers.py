@@ -1,15 +1,22 @@
 """Which decoder layers go by compiled calls, and that nothing but time changes."""
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
+from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megakv
 from megakv.attention.layer import LayerCalls, load_layer
-from megakv.injection.token_layers import is_known
+from megakv.injection.layer_kind import activation, is_known
 from tests.families import FAMILIES
 
 KNOWN = {"llama", "llama3_rope", "llama_dynamic_rope", "llama_mqa", "llama_tied", "mistral", "qwen2", "qwen3"}
@@ -58,8 +65,8 @@ def test_tokens_are_transformers_own(calls: list[int], name: str) -> None:
     expected = tokens(model_of(name), ids)
     with megakv.init_inference(model_of(name), {"dtype": "fp32"}) as engine:
         assert tokens(engine, ids) == expected
-        layers = [layer for layer in engine.module.model.layers if "forward" in vars(layer)]
-        assert len(layers) == len(engine.module.model.layers)
+        layers = engine.module.model.layers
+        assert all("forward" in vars(layer) for layer in layers)
     assert len(calls) == 11 * len(layers)
     assert not any("forward" in vars(module) for module in engine.module.modules())
 
@@ -108,3 +115,119 @@ def test_a_forward_of_somebody_s_own_is_run(calls: list[int]) -> None:
         tokens(engine, torch.randint(3, 100, (1, 30)))
     assert len(calls) == 11
     assert "forward" in vars(own)
+
+
+class Grown(nn.Module):
+    """Around a linear, as adapters are."""
+
+    def __init__(self, inner: nn.Linear):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 3 * self.inner(x)
+
+
+def wrap_forward(layer: Any) -> None:
+    """A class of the same code, but for what is put around it."""
+
+    class Another(type(layer.mlp)):  # type: ignore[misc]
+        @functools.wraps(type(layer.mlp).forward)
+        def forward(self, x: Tensor) -> Tensor:
+            return 3 * super().forward(x)
+
+    layer.mlp.__class__ = Another
+
+
+def call_otherwise(layer: Any) -> None:
+    class Another(type(layer.input_layernorm)):  # type: ignore[misc]
+        def __call__(self, x: Tensor) -> Tensor:
+            return 3 * super().__call__(x)
+
+    layer.input_layernorm.__class__ = Another
+
+
+def transposed(weight: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().t().contiguous().t(), requires_grad=False)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "an adapter": lambda layer: setattr(layer.mlp, "up_proj", Grown(layer.mlp.up_proj)),
+    "another module": lambda layer: setattr(layer, "mlp", nn.Linear(64, 64)),
+    "a forward": lambda layer: setattr(layer.mlp, "forward", lambda x: 3 * type(layer.mlp).forward(layer.mlp, x)),
+    "an activation": lambda layer: setattr(layer.mlp, "act_fn", nn.Tanh()),
+    "a clipped activation": lambda layer: setattr(layer.mlp, "act_fn", ACT2FN["gelu_10"]),
+    "a number": lambda layer: setattr(layer.input_layernorm, "variance_epsilon", 2.0),
+    "a bias": lambda layer: setattr(layer.mlp.down_proj, "bias", nn.Parameter(torch.ones(64), requires_grad=False)),
+    "no bias": lambda layer: setattr(layer.self_attn.q_proj, "bias", None),
+    "a transposed weight": lambda layer: setattr(layer.mlp.up_proj, "weight", transposed(layer.mlp.up_proj.weight)),
+    "a norm that is spread": lambda layer: setattr(
+        layer.input_layernorm, "weight", nn.Parameter(torch.ones(1).expand(64), requires_grad=False)
+    ),
+    "a parametrization": lambda layer: parametrize.register_parametrization(layer.mlp.up_proj, "weight", nn.Tanh()),
+    "a wrapped forward": wrap_forward,
+    "another call": call_otherwise,
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("after", [False, True])
+def test_what_somebody_changes_counts(calls: list[int], name: str, after: bool) -> None:
+    """Before an engine is made of the model, or while it has it: in decoding as in prompts."""
+    ids, plain, model = torch.randint(3, 100, (1, 30)), model_of("qwen2"), model_of("qwen2")
+    # Large enough to reach what activations differ in.
+    for each in (plain, model):
+        each.model.layers[0].mlp.gate_proj.weight.data *= 20
+    settings: dict[str, Any] = {
+        "max_new_tokens": 8, "do_sample": False, "output_logits": True, "return_dict_in_generate": True,
+    }  # fmt: skip
+    torch.manual_seed(1)
+    CHANGES[name](plain.model.layers[0])
+    expected = plain.generate(ids, **settings)
+    torch.manual_seed(1)
+    if not after:
+        CHANGES[name](model.model.layers[0])
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        if after:
+            tokens(engine, ids)
+            torch.manual_seed(1)
+            CHANGES[name](model.model.layers[0])
+        found = engine.generate(ids, **settings)
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), rtol=1e-3, atol=1e-3)
+
+
+def test_a_class_that_is_patched_runs_what_it_was_given(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those do who know whole families to be faster."""
+    ids, before = torch.randint(3, 100, (1, 30)), LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, x: 3 * before(self, x))
+    expected = tokens(model_of("llama"), ids)
+    with megakv.init_inference(model_of("llama"), {"dtype": "fp32"}) as engine:
+        assert tokens(engine, ids) == expected
+    assert not calls
+
+
+def test_global_hooks_are_heard(calls: list[int]) -> None:
+    ids, seen = torch.randint(3, 100, (1, 30)), list[str]()
+    with megakv.init_inference(model_of("llama"), {"dtype": "fp32"}) as engine:
+        handle = register_module_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+        tokens(engine, ids)
+        handle.remove()
+    assert seen.count("LlamaMLP") == 12 * 2
+    assert not calls
+
+
+def test_one_layer_in_two_places_is_given_back(calls: list[int]) -> None:
+    model = model_of("llama")
+    model.model.layers[1] = model.model.layers[0]
+    with contextlib.suppress(Exception), megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        tokens(engine, torch.randint(3, 100, (1, 30)))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_activations_that_cannot_be_tried_are_unknown() -> None:
+    """That is no error: the layer is PyTorch's."""
+    assert activation(nn.PReLU(dtype=torch.bfloat16)) is None
+    known = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+    for name in ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "gelu_10", "quick_gelu", "mish"):
+        assert activation(ACT2FN[name]) == known.get(name), name

@@ -1,0 +1,200 @@
+"""Decoder layers of the Llama kind: known by the code that their modules run, line by line.
+
+A layer is of it where that code is Llama's, Mistral's, Qwen2's or Qwen3's, read from the files of the installed
+transformers, and nobody has replaced anything of it, or listens to what is inside.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib.util
+import inspect
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from megakv.attention.layer import ACTIVATIONS
+from megakv.injection.last_layer import LastLayerRows
+from megakv.injection.linears import FewRowsForward
+from megakv.library import TYPES
+from megakv.weights.tensor_parallel import RowParallelLinear
+
+KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
+CLASSES = ("RMSNorm", "Attention", "RMSNorm", "MLP")
+"""Of those, behind the name of a kind."""
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+ACTIVATION = "act_fn"
+ACTIVATION_TYPES = ("SiLU", "SiLUActivation", "GELUActivation", "GELUTanh")
+ROTARY, TURNED = "apply_rotary_pos_emb", "rotate_half"
+OWN_FILES = str(Path(transformers.__file__).parent)
+
+
+class _Bare(ast.NodeTransformer):
+    """Code without what does not run: annotations, decorators, names and documentation of functions."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        node.name, node.decorator_list, node.returns = "", [], None
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+        return self.generic_visit(node)
+
+    def visit_arg(self, node: ast.arg) -> ast.AST:
+        node.annotation = None
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        return node if node.value is None else ast.Assign([node.target], node.value)
+
+
+def _bare(node: ast.AST) -> str:
+    return ast.dump(_Bare().visit(node))
+
+
+@functools.lru_cache(maxsize=256)
+def _code(function: Any) -> str:
+    """What a function does, whatever it is called; empty if nobody knows, or somebody has put another around it."""
+    while hasattr(function, "__wrapped__"):
+        # transformers' own, for training and for outputs, call what is inside.
+        if not function.__code__.co_filename.startswith(OWN_FILES):
+            return ""
+        function = function.__wrapped__
+    if getattr(function, "__closure__", None):
+        return ""
+    try:
+        (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+    except Exception:
+        # Not a function of a file, or one that cannot be read by itself.
+        return ""
+    return _bare(node)
+
+
+def _codes(layer: Any) -> tuple[str, ...]:
+    """What a decoder layer's forward runs, but for linears and the activation."""
+    attention: Any = type(layer.self_attn).forward
+    rotary = getattr(attention, "__globals__", {}).get(ROTARY)
+    turned = getattr(rotary, "__globals__", {}).get(TURNED)
+    modules = [layer, *(getattr(layer, name) for name in LAYER)]
+    modules += [getattr(layer.self_attn, name) for name in HEAD_NORMS if hasattr(layer.self_attn, name)]
+    return tuple(_code(function) for function in (*(type(module).forward for module in modules), rotary, turned))
+
+
+@functools.cache
+def _known() -> frozenset[tuple[str, ...]]:
+    """The codes of layers of the kind, as the files have them: nobody changes those."""
+    return frozenset(codes for kind in KINDS if (codes := _in_file(kind)))
+
+
+def _in_file(kind: str) -> tuple[str, ...]:
+    """Those of one model type; none where its file is another than is known here."""
+    name = kind.lower()
+    spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
+    if spec is None or spec.origin is None:
+        return ()
+    top = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    functions = {node.name: node for node in top if isinstance(node, ast.FunctionDef)}
+    classes = {node.name: node for node in top if isinstance(node, ast.ClassDef)}
+    names = [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)]
+    if HEAD_NORMS[0] in ast.dump(classes[f"{kind}Attention"]):
+        names += [f"{kind}RMSNorm"] * len(HEAD_NORMS)
+    methods = (next((n for n in classes[name].body if getattr(n, "name", "") == "forward"), None) for name in names)
+    nodes = [*methods, functions.get(ROTARY), functions.get(TURNED)]
+    return tuple(_bare(node) for node in nodes if node is not None) if all(nodes) else ()
+
+
+def activation(function: Any) -> int | None:
+    """The number of a feed-forward's activation, one of `ACTIVATIONS`."""
+    kind = type(function)
+    if kind.__name__ not in ACTIVATION_TYPES or not kind.__module__.startswith(("torch.", "transformers.")):
+        return None
+    values = torch.cat([torch.linspace(-9, 9, 257, device="cpu"), torch.tensor([-3e4, -40.0, 40.0, 3e4], device="cpu")])
+    try:
+        with torch.no_grad():
+            found = function(values)
+            for number, known in enumerate(ACTIVATIONS):
+                if torch.allclose(found, known(values), 0, 1e-7):
+                    return number
+    except Exception:
+        # Somebody's own, of the same name.
+        return None
+    return None
+
+
+def linears(layer: Any) -> list[Any]:
+    """Those of a layer of the kind, in the order of `PROJECTIONS` and `FEED_FORWARD`."""
+    parts = ((layer.self_attn, PROJECTIONS), (layer.mlp, FEED_FORWARD))
+    return [getattr(module, name) for module, names in parts for name in names]
+
+
+def is_known(layer: Any) -> bool:
+    """Whether a decoder layer is of the kind, in a type and of shapes that the compiled calls know, as it is now."""
+    children = layer._modules
+    if children.keys() != set(LAYER) or None in children.values():
+        return False
+    attention, feed_forward = layer.self_attn._modules, layer.mlp._modules
+    head_norms = attention.keys() - set(PROJECTIONS)
+    if not attention.keys() >= set(PROJECTIONS) or head_norms not in (set(), set(HEAD_NORMS)):
+        return False
+    if feed_forward.keys() - {ACTIVATION} != set(FEED_FORWARD):
+        return False
+    inside = [module for module in layer.modules() if module is not layer]
+    if any(_altered(module) for module in inside) or "forward" in vars(layer.self_attn) or _global_hooks():
+        return False
+    *inputs, output, gate, up, down = linears(layer)
+    if any(type(linear) is not nn.Linear for linear in (*inputs, gate, up)):
+        return False
+    if any(type(linear) not in (nn.Linear, RowParallelLinear) for linear in (output, down)):
+        return False
+    return _codes(layer) in _known() and _fits(layer) and activation(layer.mlp.act_fn) is not None
+
+
+def _altered(module: nn.Module) -> bool:
+    """Whether somebody listens to a module, or has it run something else."""
+    own = vars(module).get("forward")
+    replaced = own is not None and not isinstance(own, FewRowsForward)
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # Those that leave out rows of prompts do nothing where all rows are wanted.
+    heard = any(not isinstance(getattr(hook, "__self__", None), LastLayerRows) for hook in hooks)
+    return replaced or heard or type(module).__call__ is not nn.Module.__call__
+
+
+def _global_hooks() -> bool:
+    hooks = torch.nn.modules.module
+    return bool(hooks._global_forward_hooks or hooks._global_forward_pre_hooks)
+
+
+def _fits(layer: Any) -> bool:
+    """Whether all weights are plain, of one type, on a processor, and lie as the calls read them."""
+    attention = layer.self_attn
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in HEAD_NORMS if name in attention._modules]
+    dim, dtype, hidden = attention.head_dim, norms[0].weight.dtype, norms[0].weight.shape[0]
+    q, k, v, o, gate, up, down = (linear.weight for linear in linears(layer))
+    shapes = [(q, None, hidden), (k, None, hidden), (v, len(k), hidden), (o, hidden, len(q)), (up, None, hidden)]
+    shapes += [(gate, len(up), hidden), (down, hidden, len(up))]
+    vectors = [(norm.weight, hidden) for norm in norms[:2]] + [(norm.weight, dim) for norm in norms[2:]]
+    vectors += [(linear.bias, len(linear.weight)) for linear in linears(layer) if linear.bias is not None]
+    return (
+        dtype in TYPES
+        and dim % 2 == 0
+        and not (len(q) % dim or len(k) % dim or (len(q) // dim) % (len(k) // dim))
+        and all(isinstance(norm.variance_epsilon, float) for norm in norms)
+        and isinstance(attention.scaling, float)
+        and all(
+            _plain(weight, dtype) and weight.dim() == 2 and weight.shape[1] == inputs and outputs in (None, len(weight))
+            for weight, outputs, inputs in shapes
+        )
+        and all(_plain(vector, dtype) and vector.shape == (length,) for vector, length in vectors)
+    )
+
+
+def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.dtype == dtype and tensor.device.type == "cpu"
+    return plain and tensor.layout == torch.strided and tensor.stride(-1) == 1 and tensor.numel() > 0
