@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Pauses
 from tests.families import CONFIGS, VOCAB, llama, llama_dynamic_rope
 from tests.joint_passes import Interleaving
@@ -113,17 +114,37 @@ def test_passes_within_a_pass(alone: None) -> None:
         assert engine._runtime.current is None and engine._runtime.pauses is None
 
 
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"fairkv": {"budget": 0.5}}, "megakv.fairkv.budget = 0.5"),
-        ({"offload": {"enabled": True, "host_gb": 0.05}}, "megakv.offload.enabled"),
-    ],
-)
-def test_settings_that_cannot_be_served_are_named(section: dict[str, Any], message: str, alone: None) -> None:
-    engine, _ = engine_of(llama(), section)
-    with engine, pytest.raises(ValueError, match=message):
+def test_offloaded_caches_are_not_served(alone: None) -> None:
+    engine, _ = engine_of(llama(), {"offload": {"enabled": True, "host_gb": 0.05}})
+    with engine, pytest.raises(ValueError, match=r"megakv\.offload\.enabled"):
         engine.check_serves()
+
+
+def test_a_turn_is_compressed_in_passes_of_its_own(alone: None) -> None:
+    """In whatever pieces its prompt is read; joint passes of the same engine are exact."""
+    fairkv = {"budget": 20, "method": "ada_snapkv", "window": 8, "min_tokens": 32}
+    engine, model = engine_of(llama(), {"fairkv": fairkv})
+    ids = torch.randint(3, 100, (1, 70))
+    exact = model(ids).logits[:, -1]
+    with engine:
+        cache = engine.new_cache()
+        expected = engine.generate_into(
+            cache, ids, max_new_tokens=2, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        own, turn = engine.new_cache(forgets=False), Turn(0, 70)
+        for piece in (ids[0, :25], ids[0, 25:64], ids[0, 64:]):
+            logits = engine.extend([own], [piece], turn=turn)
+        torch.testing.assert_close(logits, expected.logits[0], rtol=1e-4, atol=1e-4)
+        assert own.holds_compressed
+        again = engine.extend([own], [logits[0].argmax()[None]], turn=turn)
+        torch.testing.assert_close(again, expected.logits[1], rtol=1e-4, atol=1e-4)
+        assert own.head_tokens() == cache.head_tokens()
+        other = engine.new_cache(forgets=False, compresses=False)
+        torch.testing.assert_close(engine.extend([other], [ids[0]]), exact, rtol=1e-4, atol=1e-4)
+        assert not other.holds_compressed
+        for caches, options in (([other], {}), ([own, engine.new_cache()], {}), ([own], {"pauses": Pauses(0, int)})):
+            with pytest.raises(ValueError, match="a turn is of one cache"):
+                engine.extend(caches, [[5]] * len(caches), turn=turn, **options)
 
 
 def test_lengths_that_change_frequencies_are_named(alone: None) -> None:
