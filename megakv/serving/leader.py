@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from megakv.serving.admission import Admission
 from megakv.serving.answer import Answer
 from megakv.serving.pass_times import PassSize
-from megakv.serving.plan import Attach, Await, Close, Plan
+from megakv.serving.plan import Await, Plan
 from megakv.serving.prefix_node import Node
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
-from megakv.serving.scheduler import Choice, Queue, Reader, Scheduler, turns
+from megakv.serving.scheduler import Choice, Queue, Reader, Scheduler
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts
 
@@ -64,13 +65,9 @@ class Leader:
         disk_keeps_up: Callable[[], bool] = lambda: True,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        self.tree, self.capacity = tree, capacity
-        self.queue: Queue[Answer] = Queue()
-        self.running: list[Answer] = []
-        self.counts = Counts()
-        self._settings, self._scheduler = settings, scheduler
-        self._is_here, self._disk_keeps_up = is_here, disk_keeps_up
-        self._arrivals, self._numbers = itertools.count(), itertools.count(1)
+        self.tree, self.counts = tree, Counts()
+        self._scheduler, self._is_here, self._arrivals = scheduler, is_here, itertools.count()
+        self._admission = Admission(settings, tree, self.counts, capacity=capacity, disk_keeps_up=disk_keeps_up)
         self._by_id: dict[str, Answer] = {}
         # Of those whose passes have no other, who has not had one since the last of all others.
         self._alone: list[Answer] = []
@@ -91,9 +88,9 @@ class Leader:
         sampler = Sampler(request.sampling, request.logprobs, request.form)
         answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler)
         self._by_id[request.id] = answer
-        self.queue.add(answer)
-        if answer.most > self.capacity:
-            wanted = f"prompt and output need {answer.most} tokens but kv_tokens = {self.capacity}"
+        self._admission.queue.add(answer)
+        if answer.most > self._admission.capacity:
+            wanted = f"prompt and output need {answer.most} tokens but kv_tokens = {self._admission.capacity}"
             self._end(answer, Finished("error", f"{wanted}: ask for less, or start the server with more"))
 
     def cancel(self, request_id: str) -> None:
@@ -105,9 +102,19 @@ class Leader:
             self._end(answer, Finished("cancelled"))
 
     @property
+    def running(self) -> list[Answer]:
+        """Those that were let in."""
+        return self._admission.running
+
+    @property
+    def waiting(self) -> int:
+        """How many were not."""
+        return len(self._admission.queue)
+
+    @property
     def idle(self) -> bool:
         """Whether no request is there."""
-        return not self.running and not len(self.queue)
+        return not self.running and not self.waiting
 
     # What is to be done
 
@@ -141,15 +148,15 @@ class Leader:
 
     def _planned(self, choose: Callable[[Sequence[Reader], PassSize], Choice]) -> Plan:
         now = time.time()
-        self._admit(now)
+        self._admission.admit(now)
         for answer in self.running:
             if answer.state == "reading" and not answer.paused:
-                self._advance(answer, now)
+                self._admission.advance(answer, now)
         if (alone := self._next_alone()) is not None:
             return self._planned_alone(alone)
         decoding = [answer for answer in self.running if answer.state == "decoding" and not answer.alone]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
-        readers = self._readers()
+        readers = self._admission.readers()
         choice = choose([answer.reader() for answer in readers], size)
         chosen = [(answer, 1) for answer in decoding]
         if not choice.decodes:
@@ -196,88 +203,6 @@ class Leader:
         numbers = tuple(answer.number for answer, _ in chosen)
         return Plan(tuple(commands), numbers, tokens, layers, reset)
 
-    def _readers(self) -> list[Answer]:
-        """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [
-            answer for answer in self.running if answer.state == "reading" and not (answer.paused or answer.alone)
-        ]
-        ahead: dict[int, list[Answer]] = {}
-        for answer in self.running:
-            if answer.paused:
-                ahead.setdefault(answer.node.id, []).append(answer)
-        found = []
-        for at in turns([answer.reader() for answer in reading]):
-            answer = reading[at]
-            others = ahead.setdefault(answer.node.id, [])
-            if not any(answer.shares(other) for other in others):
-                others.append(answer)
-                found.append(answer)
-        return found
-
-    def _admit(self, now: float) -> None:
-        while (answer := self.queue.head(self.running)) is not None:
-            if not self._fits(answer) and not self._make_space(answer):
-                return
-            self.queue.remove(answer)
-            self.running.append(answer)
-            answer.number, answer.state = next(self._numbers), "reading"
-            turn = len(answer.request.prompt) if answer.alone else None
-            self.tree.commands.append(Attach(answer.number, (), turn))
-            self._advance(answer, now)
-            if not answer.new:
-                self.counts.prompt_tokens += len(answer.request.prompt)
-                answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
-            self.tree.shrink(self.capacity - self._reserved)
-
-    @property
-    def _reserved(self) -> int:
-        """Tokens that running answers may come to, beside what the tree has of them."""
-        return sum(answer.most - answer.node.end for answer in self.running)
-
-    def _fits(self, answer: Answer) -> bool:
-        path, matched = self.tree.match(answer.reusable)
-        used = 0
-        for node in path:
-            used += min(len(node.tokens), matched - used) if node.uses else 0
-        needed = self.tree.used_tokens + self._reserved + answer.most - used
-        return len(self.running) < self._settings.max_sequences and needed <= self.capacity
-
-    def _make_space(self, answer: Answer) -> bool:
-        """Let those of lower priority wait again, the latest first; what they have computed is kept.
-
-        Where one of them is part of a pass that goes on, that is waited for: without it others might wait in vain.
-        """
-        others = [other for other in self.running if other.priority < answer.priority]
-        if any(other.paused for other in others):
-            return False
-        for other in sorted(others, key=lambda each: (each.priority, -each.arrival)):
-            self._leave(other)
-            other.wait(self.tree.root)
-            self.queue.add(other, first=True)
-            self.counts.preempted += 1
-            if self._fits(answer):
-                return True
-        return False
-
-    def _advance(self, answer: Answer, now: float) -> None:
-        """Take over what the tree has of the tokens that come next."""
-        if answer.alone:
-            return
-        if answer.node.end == answer.cached:
-            path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
-            answer.node = path[-1] if path else answer.node
-        if answer.node.end <= answer.cached:
-            return
-        nodes = [node for node in answer.node.path() if node.end > answer.cached]
-        if self.tree.fetch(nodes):
-            answer.state = "loading"
-            return
-        self.tree.commands.append(Attach(answer.number, tuple(node.id for node in nodes)))
-        found = answer.node.end - answer.cached
-        answer.state, answer.cached = "reading", answer.node.end
-        answer.hits += found
-        self.counts.hit_tokens += 0 if answer.new else found
-
     # What came of it
 
     def absorb(self, outcome: Outcome) -> None:
@@ -288,7 +213,7 @@ class Leader:
         for node in done.awaited:
             self.tree.loaded(node, node.id not in outcome.unread)
         if done.awaited:
-            self._go_on(now)
+            self._admission.go_on(now)
         if done.parts:
             self._absorb_pass(done, outcome, now)
         if self._passes and done.layers is not None and self._paused_at is not None:
@@ -309,7 +234,7 @@ class Leader:
             answer.cached += new
             answer.paused = False
             if answer.state == "reading":
-                self._keep(answer, now)
+                self._admission.keep(answer, now)
                 self.counts.computed_tokens += new
                 if not answer.new:
                     answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
@@ -320,18 +245,6 @@ class Leader:
         if asked:
             assert outcome.logits is not None
             self._hand_out([answer for _, answer in asked], outcome.logits[[row for row, _ in asked]])
-
-    def _go_on(self, now: float) -> None:
-        """Those that waited for what was read from disk."""
-        for answer in self.running:
-            if answer.state != "loading":
-                continue
-            if not self.tree.has(answer.node):
-                self.tree.release(answer.node, now)
-                path = self.tree.take(answer.ids(0, answer.cached), self.tree.root, now)
-                answer.node, answer.state = path[-1] if path else self.tree.root, "reading"
-            elif not any(node.loading for node in answer.node.path()):
-                self._advance(answer, now)
 
     def _hand_out(self, answers: Sequence[Answer], logits: Tensor) -> None:
         tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
@@ -355,29 +268,11 @@ class Leader:
         elif answer.new == answer.request.max_new_tokens:
             self._end(answer, Finished("length"))
 
-    def _keep(self, answer: Answer, now: float) -> None:
-        """What its cache has becomes part of the tree."""
-        if answer.alone:
-            return
-        tokens = answer.ids(answer.node.end, answer.cached)
-        disk = self._disk_keeps_up()
-        path = self.tree.insert(answer.node, tokens, now, sequence=answer.number, keeps_on_disk=disk)
-        answer.node = path[-1] if path else answer.node
-
-    def _leave(self, answer: Answer) -> None:
-        """An answer gives its cache back, of which everything is kept."""
-        now = time.time()
-        if answer.node.end < answer.cached:
-            self._keep(answer, now)
-        self.tree.release(answer.node, now)
-        self.tree.commands.append(Close(answer.number))
-        self.running.remove(answer)
-
     def _end(self, answer: Answer, finished: Finished) -> None:
         if answer.state == "waiting":
-            self.queue.remove(answer)
+            self._admission.queue.remove(answer)
         else:
-            self._leave(answer)
+            self._admission.leave(answer)
         self._finish(answer, finished)
 
     def _finish(self, answer: Answer, finished: Finished) -> None:
@@ -385,6 +280,7 @@ class Leader:
         self.counts.requests += 1
         self.counts.cancelled += finished.why == "cancelled"
         self.counts.failed += finished.why == "error"
+        self.counts.compressed += answer.alone
         answer.request.sink(finished)
 
     # Failures
@@ -393,7 +289,7 @@ class Leader:
         """A plan failed: nothing that is in memory counts any more. Answers begin anew, unless that was tried."""
         self.tree.forget_memory()
         self._reset, again = True, self.running
-        self.running, self._passes, self._paused_at, self._alone = [], [], None, []
+        self._admission.running, self._passes, self._paused_at, self._alone = [], [], None, []
         for answer in reversed(again):
             answer.wait(self.tree.root)
             answer.failures += 1
@@ -402,10 +298,10 @@ class Leader:
             elif answer.failures >= MOST_FAILURES:
                 self._finish(answer, Finished("error", message))
             else:
-                self.queue.add(answer, first=True)
+                self._admission.queue.add(answer, first=True)
 
     def end_all(self, message: str) -> None:
         """Every request ends with an error; nothing follows."""
-        for answer in [*self.running, *self.queue]:
+        for answer in [*self.running, *self._admission.queue]:
             self._finish(answer, Finished("error", message))
-        self.running, self.queue = [], Queue()
+        self._admission.running, self._admission.queue = [], Queue()

@@ -138,6 +138,7 @@ class ServingLoop:
                 cancelled=counts.cancelled,
                 failed=counts.failed,
                 preempted=counts.preempted,
+                compressed=counts.compressed,
                 passes=counts.passes,
                 prompt_tokens=counts.prompt_tokens,
                 hit_tokens=counts.hit_tokens,
@@ -266,7 +267,7 @@ class ServingLoop:
         if leader is not None:
             with self._changing:
                 leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
-                self._inbox.queued = len(leader.queue)
+                self._inbox.queued = leader.waiting
 
     # Of rank 0, by the thread that serves
 
@@ -280,7 +281,7 @@ class ServingLoop:
             with self._changing:
                 self._take(leader)
                 plan = leader.plan()
-                self._inbox.queued = len(leader.queue)
+                self._inbox.queued = leader.waiting
             now = time.monotonic()
             if plan is not None:
                 if now - self._reported_at > REPORT_SECONDS:
@@ -304,7 +305,7 @@ class ServingLoop:
         with self._changing:
             self._take(leader)
             plan = leader.plan_within()
-            self._inbox.queued = len(leader.queue)
+            self._inbox.queued = leader.waiting
         self._sent_at = time.monotonic()
         return plan
 

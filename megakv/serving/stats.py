@@ -22,6 +22,7 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     preempted: int = 0
+    compressed: int = 0
     passes: int = 0
     prompt_tokens: int = 0
     hit_tokens: int = 0
@@ -44,6 +45,8 @@ class ServingStats:
     failed: int
     preempted: int
     """How often a request made room for one of higher priority."""
+    compressed: int
+    """Those of the requests that asked for compressed caches."""
     passes: int
     prompt_tokens: int
     """Of requests that were admitted."""

@@ -71,6 +71,7 @@ class TrafficLog:
             cancelled=stats.cancelled,
             failed=stats.failed,
             preempted=stats.preempted,
+            compressed=stats.compressed,
             passes=stats.passes,
             prompt_tokens=stats.prompt_tokens,
             hit_tokens=stats.hit_tokens,

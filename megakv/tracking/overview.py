@@ -56,6 +56,8 @@ def served(traffic: ServedTraffic) -> dict[str, str]:
         )
 
     ended = f"{traffic.cancelled:,} cancelled, {traffic.failed:,} failed, {traffic.preempted:,} preempted"
+    if traffic.compressed:
+        ended += f", {traffic.compressed:,} with compressed caches"
     rate = f", {traffic.hit_tokens / traffic.prompt_tokens:.1%} hit rate" if traffic.prompt_tokens else ""
     return {
         "requests": f"{traffic.requests:,} in {duration(traffic.seconds)}; {ended}",

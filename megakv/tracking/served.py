@@ -39,6 +39,7 @@ class ServedTraffic:
     cancelled: Count
     failed: Count
     preempted: Count
+    compressed: Count = 0  # Of the requests, those that asked for compressed caches.
     passes: Count
     prompt_tokens: Count
     hit_tokens: Count  # Of the prompts' tokens, those that were found in the prefix store.
@@ -55,7 +56,7 @@ class ServedTraffic:
 
     def scalars(self) -> dict[str, float]:
         """As flat metrics."""
-        names = ("requests", "cancelled", "failed", "preempted", "passes", "prompt_tokens", "hit_tokens")
+        names = ("requests", "cancelled", "failed", "preempted", "compressed", "passes", "prompt_tokens", "hit_tokens")
         values = {name: float(getattr(self, name)) for name in (*names, "computed_tokens", "new_tokens")}
         values |= {**percentiles("ttft_s", self.ttft_s), **percentiles("token_s", self.token_s)}
         if self.prompt_tokens:

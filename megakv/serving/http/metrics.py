@@ -17,6 +17,7 @@ COUNTS = {
     "cancelled": "Answers that were cancelled",
     "failed": "Answers that failed",
     "preempted": "Answers that made room for one of higher priority",
+    "compressed": "Answers that asked for compressed caches",
     "passes": "Forward passes",
     "prompt_tokens": "Prompt tokens of admitted requests",
     "hit_tokens": "Of them, those that were found in the prefix store",

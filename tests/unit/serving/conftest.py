@@ -70,6 +70,23 @@ def served(loop: tuple[ServingLoop, ServedModel], model_folder: Path) -> Iterato
         yield Served(*loop, plain, url)
 
 
+@pytest.fixture
+def budget(tmp_path: Path) -> Iterator[str]:
+    """The address of one whose engine has a budget."""
+    folder = save_model(tmp_path / "model", chat=True)
+    config = {"megakv": {"fairkv": {"budget": 40, "window": 8, "min_tokens": 48}}}
+    with megakv.init_inference(str(folder), config) as engine:
+        loop = ServingLoop(engine, ServingSettings(kv_tokens=100_000))
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        served = ServedModel.of(engine.module, AutoTokenizer.from_pretrained(folder), NAME)
+        with running((loop, served), HttpSettings(NAME, port=0)) as url:
+            yield url
+        loop.drain()
+        thread.join(MOST_S)
+        assert not thread.is_alive()
+
+
 class running:  # noqa: N801
     """A server in a ``with``; gives its address."""
 

@@ -163,6 +163,24 @@ def test_who_leaves_is_not_answered_further(served: Served) -> None:
         assert stats.cancelled > before.cancelled or ended == 2
 
 
+def test_caches_are_compressed_on_request(served: Served, budget: str) -> None:
+    """Where there is a budget, beside exact answers; elsewhere the error says what to do."""
+    with pytest.raises(openai.BadRequestError, match=r"compress_cache = true.*megakv\.fairkv\.budget"):
+        ask(served, prose(40), max_tokens=4, extra_body={"compress_cache": True})
+    client = openai.OpenAI(base_url=f"{budget}/v1", api_key="none", max_retries=0, timeout=MOST_S)
+    text, said = prose(60), dict[bool, list[str]]()
+    for compresses in (True, False, True, False):
+        body = {"compress_cache": compresses, "ignore_eos": True}
+        found = client.completions.create(model=NAME, prompt=text, max_tokens=9, temperature=0, extra_body=body)
+        said.setdefault(compresses, []).append(found.choices[0].text)
+        assert found.usage is not None and found.usage.prompt_tokens_details is not None
+        # What was read with a compressed cache, or for one, is of no use to others.
+        cached = found.usage.prompt_tokens_details.cached_tokens
+        assert (cached or 0) == (found.usage.prompt_tokens - 1 if len(said[compresses]) > 1 and not compresses else 0)
+    assert len(set(said[True])) == len(set(said[False])) == 1
+    assert "megakv_compressed_total 2.0" in httpx.get(f"{budget}/metrics").text
+
+
 def test_models_health_metrics_and_status(served: Served) -> None:
     assert [model.id for model in served.client().models.list()] == [NAME]
     assert served.client().models.retrieve(NAME).id == NAME

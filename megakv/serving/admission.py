@@ -1,0 +1,150 @@
+"""The answers that run and those that wait: who is let in, what they find in the tree, and what they leave there."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+
+from megakv.serving.answer import Answer
+from megakv.serving.plan import Attach, Close
+from megakv.serving.prefix_tree import PrefixTree
+from megakv.serving.request import Progress
+from megakv.serving.scheduler import Queue, turns
+from megakv.serving.settings import ServingSettings
+from megakv.serving.stats import Counts
+
+
+class Admission:
+    """Lets answers in by turns, as far as there is room for their keys and values.
+
+    `capacity` are the tokens that device memory has space for; `disk_keeps_up` whether more can be written to disk.
+    """
+
+    def __init__(
+        self,
+        settings: ServingSettings,
+        tree: PrefixTree,
+        counts: Counts,
+        *,
+        capacity: int,
+        disk_keeps_up: Callable[[], bool],
+    ):
+        self.queue: Queue[Answer] = Queue()
+        self.running: list[Answer] = []
+        self.tree, self.counts, self.capacity = tree, counts, capacity
+        self._settings, self._disk_keeps_up = settings, disk_keeps_up
+        self._numbers = itertools.count(1)
+
+    def admit(self, now: float) -> None:
+        """Those whose turn it is begin to run."""
+        while (answer := self.queue.head(self.running)) is not None:
+            if not self._fits(answer) and not self._make_space(answer):
+                return
+            self.queue.remove(answer)
+            self.running.append(answer)
+            answer.number, answer.state = next(self._numbers), "reading"
+            turn = len(answer.request.prompt) if answer.alone else None
+            self.tree.commands.append(Attach(answer.number, (), turn))
+            self.advance(answer, now)
+            if not answer.new:
+                self.counts.prompt_tokens += len(answer.request.prompt)
+                answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
+            self.tree.shrink(self.capacity - self._reserved)
+
+    @property
+    def _reserved(self) -> int:
+        """Tokens that running answers may come to, beside what the tree has of them."""
+        return sum(answer.most - answer.node.end for answer in self.running)
+
+    def _fits(self, answer: Answer) -> bool:
+        path, matched = self.tree.match(answer.reusable)
+        used = 0
+        for node in path:
+            used += min(len(node.tokens), matched - used) if node.uses else 0
+        needed = self.tree.used_tokens + self._reserved + answer.most - used
+        return len(self.running) < self._settings.max_sequences and needed <= self.capacity
+
+    def _make_space(self, answer: Answer) -> bool:
+        """Let those of lower priority wait again, the latest first; what they have computed is kept.
+
+        Where one of them is part of a pass that goes on, that is waited for: without it others might wait in vain.
+        """
+        others = [other for other in self.running if other.priority < answer.priority]
+        if any(other.paused for other in others):
+            return False
+        for other in sorted(others, key=lambda each: (each.priority, -each.arrival)):
+            self.leave(other)
+            other.wait(self.tree.root)
+            self.queue.add(other, first=True)
+            self.counts.preempted += 1
+            if self._fits(answer):
+                return True
+        return False
+
+    def advance(self, answer: Answer, now: float) -> None:
+        """Take over what the tree has of the tokens that come next."""
+        if answer.alone:
+            return
+        if answer.node.end == answer.cached:
+            path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
+            answer.node = path[-1] if path else answer.node
+        if answer.node.end <= answer.cached:
+            return
+        nodes = [node for node in answer.node.path() if node.end > answer.cached]
+        if self.tree.fetch(nodes):
+            answer.state = "loading"
+            return
+        self.tree.commands.append(Attach(answer.number, tuple(node.id for node in nodes)))
+        found = answer.node.end - answer.cached
+        answer.state, answer.cached = "reading", answer.node.end
+        answer.hits += found
+        self.counts.hit_tokens += 0 if answer.new else found
+
+    def readers(self) -> list[Answer]:
+        """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
+        reading = [
+            answer for answer in self.running if answer.state == "reading" and not (answer.paused or answer.alone)
+        ]
+        ahead: dict[int, list[Answer]] = {}
+        for answer in self.running:
+            if answer.paused:
+                ahead.setdefault(answer.node.id, []).append(answer)
+        found = []
+        for at in turns([answer.reader() for answer in reading]):
+            answer = reading[at]
+            others = ahead.setdefault(answer.node.id, [])
+            if not any(answer.shares(other) for other in others):
+                others.append(answer)
+                found.append(answer)
+        return found
+
+    def go_on(self, now: float) -> None:
+        """Those that waited for what was read from disk."""
+        for answer in self.running:
+            if answer.state != "loading":
+                continue
+            if not self.tree.has(answer.node):
+                self.tree.release(answer.node, now)
+                path = self.tree.take(answer.ids(0, answer.cached), self.tree.root, now)
+                answer.node, answer.state = path[-1] if path else self.tree.root, "reading"
+            elif not any(node.loading for node in answer.node.path()):
+                self.advance(answer, now)
+
+    def keep(self, answer: Answer, now: float) -> None:
+        """What its cache has becomes part of the tree."""
+        if answer.alone:
+            return
+        tokens = answer.ids(answer.node.end, answer.cached)
+        disk = self._disk_keeps_up()
+        path = self.tree.insert(answer.node, tokens, now, sequence=answer.number, keeps_on_disk=disk)
+        answer.node = path[-1] if path else answer.node
+
+    def leave(self, answer: Answer) -> None:
+        """An answer gives its cache back, of which everything is kept."""
+        now = time.time()
+        if answer.node.end < answer.cached:
+            self.keep(answer, now)
+        self.tree.release(answer.node, now)
+        self.tree.commands.append(Close(answer.number))
+        self.running.remove(answer)
