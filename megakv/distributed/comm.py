@@ -122,6 +122,7 @@ class Communicator:
     def close(self) -> None:
         """End the watch over peers, and the mesh with it."""
         self.watch.uninstall()
+        self._mailboxes = {}
         if self.failures.own is not None or not self.failures.quiet:
             # What is still expected from a peer would be waited for.
             self.watch.sever()

@@ -6,6 +6,7 @@ All other layers and passes are as they were. Whether a layer is of the kind is 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -164,8 +165,11 @@ class TokenLayers:
     ):
         self.layers: list[TokenLayer] = []
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
-        self._generation: Generation | None = None
+        self._generation: Callable[[], Generation | None] = lambda: None
         self._stale = True
+        # Of all modules, and how many there were when layers were looked at: they come and go at any time.
+        self._hooks: list[dict[int, Any]] = []
+        self._heard = 0
         if comm.mesh.device.type != "cpu":
             return
         kernel, _ = load_layer()
@@ -186,11 +190,19 @@ class TokenLayers:
         if step.token_step is None:
             self._stale = True
             return
-        same = step.cache.outlives if step.generation is None else step.generation is self._generation
-        if self._stale or not same:
-            for layer in self.layers:
-                layer.look()
-        self._generation, self._stale = step.generation, False
+        same = step.cache.outlives if step.generation is None else step.generation is self._generation()
+        if self._stale or not same or sum(map(len, self._hooks)) != self._heard:
+            self._look()
+        # Not held: with it goes its cache.
+        self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
+        self._stale = False
+
+    def _look(self) -> None:
+        modules = [module for own in self.layers for module in own.layer.modules()]
+        self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._heard = sum(map(len, self._hooks))
+        for own in self.layers:
+            own.look()
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""
