@@ -13,7 +13,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from megakv.serving.pass_times import PassSize, PassTimes
@@ -116,6 +115,8 @@ class Scheduler:
         # what was predicted, and what has had its turn in this pause.
         self._stride, self._passed = layers, 0
         self._exceeds: deque[float] = deque(maxlen=LATEST)
+        # What comes before the first layer of such a pass, and so is part of its first slice: as it was in the latest.
+        self._start_s, self._first = 0.0, (0, 0.0)
         self._decoded = self._read = False
         # It has ended, and streams have waited since its last pause.
         self._due = False
@@ -155,7 +156,7 @@ class Scheduler:
         order = turns(readers)
         least = self._chunks(readers, order, decoding, self._gap)
         slice_s = self._slice(decoding)
-        planned_s = slice_s / (median(self._exceeds) if self._exceeds else 1.0)
+        planned_s = max(slice_s - self._start_s, LEAST_SLICE * slice_s) / max(self._exceeds, default=1.0)
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
             return Choice(least)
@@ -182,6 +183,10 @@ class Scheduler:
         """
         if sliced is not None:
             self._decoded = self._read = False
+            if not self._passed:
+                self._first = self._stride, sliced
+            elif self._passed == self._first[0]:
+                self._start_s = max(self._first[1] - self._first[0] * sliced / self._stride, 0.0)
             self._passed += self._stride
             # Its layers are alike, but for what comes before the first.
             at_most = int(self._slice(decoding) * self._stride / sliced) if sliced else self._layers
