@@ -15,8 +15,10 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.compiled import load_kernel
+from megakv.attention.layer import load_layer
 from megakv.attention.linear import load_linear
 from megakv.attention.prefill import load_prefill
+from megakv.attention.step import load_step
 from megakv.choice import serves_first_turns_only
 from megakv.config import MegaKVConfig, load_config
 from megakv.costmodel.shape import ModelShape
@@ -135,7 +137,8 @@ def _make_engine(
         settle_allocator()
     if mesh.device.type == "cpu" or (section.offload.enabled and section.offload.host_attends):
         # Before the first token, which would wait for the compiler.
-        reasons = [why for kernel, why in (load_kernel(), load_prefill(), load_linear()) if kernel is None]
+        made = load_kernel(), load_prefill(), load_linear(), load_step(), load_layer()
+        reasons = [why for kernel, why in made if kernel is None]
         if reasons and mesh.rank == 0:
             logger.warning(
                 "the processor computes through PyTorch's kernels, which are slower, because MegaKV's own cannot be "
