@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import inspect
 import textwrap
 from pathlib import Path
@@ -22,19 +21,20 @@ from megakv.attention.layer import ACTIVATIONS
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linears import FewRowsForward
 from megakv.library import TYPES
+from megakv.weights.placement.attention import SEPARATE
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 CLASSES = ("RMSNorm", "Attention", "RMSNorm", "MLP")
 """Of those, behind the name of a kind."""
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+PROJECTIONS = (*SEPARATE, "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION = "act_fn"
 ACTIVATION_TYPES = ("SiLU", "SiLUActivation", "GELUActivation", "GELUTanh")
 ROTARY, TURNED = "apply_rotary_pos_emb", "rotate_half"
-OWN_FILES = str(Path(transformers.__file__).parent)
+OWN_FILES = Path(transformers.__file__).parent
 
 
 class _Bare(ast.NodeTransformer):
@@ -63,7 +63,7 @@ def _code(function: Any) -> str:
     """What a function does, whatever it is called; empty if nobody knows, or somebody has put another around it."""
     while hasattr(function, "__wrapped__"):
         # transformers' own, for training and for outputs, call what is inside.
-        if not function.__code__.co_filename.startswith(OWN_FILES):
+        if not Path(function.__code__.co_filename).is_relative_to(OWN_FILES):
             return ""
         function = function.__wrapped__
     if getattr(function, "__closure__", None):
@@ -95,13 +95,15 @@ def _known() -> frozenset[tuple[str, ...]]:
 def _in_file(kind: str) -> tuple[str, ...]:
     """Those of one model type; none where its file is another than is known here."""
     name = kind.lower()
-    spec = importlib.util.find_spec(f"transformers.models.{name}.modeling_{name}")
-    if spec is None or spec.origin is None:
+    file = OWN_FILES / "models" / name / f"modeling_{name}.py"
+    if not file.exists():
         return ()
-    top = ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body
+    top = ast.parse(file.read_text(encoding="utf-8")).body
     functions = {node.name: node for node in top if isinstance(node, ast.FunctionDef)}
     classes = {node.name: node for node in top if isinstance(node, ast.ClassDef)}
     names = [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)]
+    if any(name not in classes for name in names):
+        return ()
     if HEAD_NORMS[0] in ast.dump(classes[f"{kind}Attention"]):
         names += [f"{kind}RMSNorm"] * len(HEAD_NORMS)
     methods = (next((n for n in classes[name].body if getattr(n, "name", "") == "forward"), None) for name in names)
@@ -145,7 +147,7 @@ def is_known(layer: Any) -> bool:
     if feed_forward.keys() - {ACTIVATION} != set(FEED_FORWARD):
         return False
     inside = [module for module in layer.modules() if module is not layer]
-    if any(_altered(module) for module in inside) or "forward" in vars(layer.self_attn) or _global_hooks():
+    if any(_altered(module) for module in inside) or _global_hooks():
         return False
     *inputs, output, gate, up, down = linears(layer)
     if any(type(linear) is not nn.Linear for linear in (*inputs, gate, up)):

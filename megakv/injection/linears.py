@@ -150,7 +150,7 @@ class FewRowsLinears:
     def __init__(self, model: PreTrainedModel, products: Products = PLAIN):
         self.forwards: list[FewRowsForward] = []
         head = model.get_output_embeddings()
-        for module in (*(inner for layer in _layers(model) for inner in layer.modules()), head):
+        for module in (*(inner for layer in layers_of(model) for inner in layer.modules()), head):
             # Subclasses compute something else; what was replaced for a module alone is somebody else's.
             own = type(module) in (nn.Linear, RowParallelLinear) and "forward" not in vars(module)
             if own and module.weight.numel() >= LEAST_WEIGHT:
@@ -164,7 +164,8 @@ class FewRowsLinears:
             del forward.linear.forward
 
 
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[nn.Module]:
+    """Its decoder layers, if it is known which they are."""
     try:
         return list(decoder_layers(model)[1])
     except ValueError:

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
-from megakv.attention.linear import FEW_ROWS
 from megakv.distributed.comm import Communicator
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
-from megakv.injection.linears import Products
-from megakv.weights.placement.plan import decoder_layers
+from megakv.injection.linears import Products, layers_of
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"
@@ -58,7 +56,6 @@ class TokenLayer:
         self._attention: Any = None
         self._seen: Any = None
         self._plans: dict[bool, _Plan] = {}
-        self._rows = 0
 
     def look(self) -> None:
         """See whether the layer is of the kind, and whether its weights are where they were."""
@@ -70,7 +67,6 @@ class TokenLayer:
         seen = [parameter.data_ptr() for parameter in parameters], [*norms, attention.head_dim, self.layer.mlp.act_fn]
         if self._attention is not attention or seen != self._seen:
             self._attention, self._seen, self._plans = attention, seen, {}
-        self._rows = FEW_ROWS if parameters[0].dtype == torch.float32 else self._products.most_rows
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
@@ -97,7 +93,7 @@ class TokenLayer:
 
     def _fits(self, calls: LayerCalls, x: Tensor, *embeddings: Tensor) -> bool:
         rows, dim = x.shape[-2], calls.weights.head_dim
-        if rows > self._rows or x.dtype != calls.dtype or type(x) is not Tensor or len(embeddings) != 2:
+        if rows > self._products.most_rows or x.dtype != calls.dtype or type(x) is not Tensor or len(embeddings) != 2:
             return False
         shapes = all(part.shape == (1, rows, dim) and part.dtype == x.dtype for part in embeddings)
         contiguous = x.is_contiguous() and all(part.is_contiguous() for part in embeddings)
@@ -167,7 +163,8 @@ class TokenLayers:
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale = True
-        # Of all modules, and how many there were when layers were looked at: they come and go at any time.
+        # Of all modules, and the sum of their numbers when layers were looked at: they come and go at any time, and
+        # each has a number above those before.
         self._hooks: list[dict[int, Any]] = []
         self._heard = 0
         if comm.mesh.device.type != "cpu":
@@ -176,7 +173,7 @@ class TokenLayers:
         if not all(comm.gather_objects(kernel is not None)):
             return
         assert kernel is not None
-        for layer in {id(layer): layer for layer in _layers(model)}.values():
+        for layer in {id(layer): layer for layer in layers_of(model)}.values():
             if "forward" not in vars(layer):
                 own = TokenLayer(layer, kernel, products, slices, current)
                 layer.forward = own
@@ -191,7 +188,7 @@ class TokenLayers:
             self._stale = True
             return
         same = step.cache.outlives if step.generation is None else step.generation is self._generation()
-        if self._stale or not same or sum(map(len, self._hooks)) != self._heard:
+        if self._stale or not same or sum(map(sum, self._hooks)) != self._heard:
             self._look()
         # Not held: with it goes its cache.
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
@@ -200,7 +197,7 @@ class TokenLayers:
     def _look(self) -> None:
         modules = [module for own in self.layers for module in own.layer.modules()]
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._heard = sum(map(len, self._hooks))
+        self._heard = sum(map(sum, self._hooks))
         for own in self.layers:
             own.look()
 
@@ -209,10 +206,3 @@ class TokenLayers:
         for own in self.layers:
             if vars(own.layer).get("forward") is own:
                 del own.layer.forward
-
-
-def _layers(model: PreTrainedModel) -> list[nn.Module]:
-    try:
-        return list(decoder_layers(model)[1])
-    except ValueError:
-        return []
