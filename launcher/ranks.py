@@ -240,6 +240,7 @@ def join_ranks(arguments: argparse.Namespace) -> Communicator:
     import torch
 
     from megakv.distributed.comm import Communicator
+    from megakv.distributed.failures import joining
     from megakv.distributed.ledger import Ledger
     from megakv.distributed.mesh import make_mesh, start_distributed
 
@@ -247,7 +248,8 @@ def join_ranks(arguments: argparse.Namespace) -> Communicator:
     start_distributed(tp_only=False, timeout_s=TIMEOUT_S)
     world_size = torch.distributed.get_world_size()
     check_rank_arguments(arguments, world_size)
-    mesh = make_mesh(cp_size=world_size // arguments.tp, tp_size=arguments.tp, timeout_s=TIMEOUT_S)
+    with joining():
+        mesh = make_mesh(cp_size=world_size // arguments.tp, tp_size=arguments.tp, timeout_s=TIMEOUT_S)
     return Communicator(mesh, Ledger())
 
 

@@ -25,6 +25,7 @@ from megakv.costmodel.shape import ModelShape
 from megakv.device import settle_allocator, without_autograd
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
+from megakv.distributed.failures import joining
 from megakv.distributed.launchers import read_launch
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import check_same_settings, check_world, make_mesh, start_distributed
@@ -82,10 +83,12 @@ def init_inference(
     # Degrees that are refused below are not worth the minute that DeepSpeed's compiler takes.
     tp_only = cp_size == 1 and 1 < tp_size == read_launch().world_size and _may_split(model, parsed)
     start_distributed(tp_only=tp_only, timeout_s=section.timeout_s)
-    check_same_settings(parsed.shared_settings())
+    with joining():
+        check_same_settings(parsed.shared_settings())
     check_world(cp_size=cp_size, tp_size=tp_size, tp_sizes=partial(_tp_sizes, model))
     with ExitStack() as owned:
-        mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
+        with joining():
+            mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
         comm = owned.enter_context(Communicator(mesh, Ledger(clock=clock_of(mesh.device))))
         return _make_engine(model, parsed, comm, owned)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
 from megakv.distributed.direct import AT_ONCE_BYTES, MESSAGE_BYTES, cores_suffice, exchange
-from megakv.distributed.failures import Failures, broke
+from megakv.distributed.failures import Failures, joining
 from megakv.distributed.guard import Guard
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
@@ -58,15 +58,14 @@ class Communicator:
         self.mesh = mesh
         self.ledger = ledger
         try:
-            peers = self._gathered(Peer.this(mesh.rank))
-            hosts = store_hosts() if mesh.world_size > 1 else ()
-            channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
-            self._spins = cores_suffice(sum(peer.host == peers[mesh.rank].host for peer in peers))
-            self._mailboxes = self._made_mailboxes()
-        except BaseException as error:
+            with joining():
+                peers = self._gathered(Peer.this(mesh.rank))
+                hosts = store_hosts() if mesh.world_size > 1 else ()
+                channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
+                self._spins = cores_suffice(sum(peer.host == peers[mesh.rank].host for peer in peers))
+                self._mailboxes = self._made_mailboxes()
+        except BaseException:
             mesh.end()
-            if broke(error):
-                raise PeerLostError(f"another rank was lost while the mesh was made: {error}") from error
             raise
         self.watch = PeerWatch(mesh.rank, peers, mesh.timeout_s, mesh.sever, channel)
 

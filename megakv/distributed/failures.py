@@ -9,7 +9,8 @@ where all are given the same wrong argument: then nobody waits, and nothing was 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +33,18 @@ def broke(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
         return False
     return isinstance(error, dist.DistNetworkError | dist.DistStoreError) or any(mark in str(error) for mark in MARKS)
+
+
+@contextmanager
+def joining() -> Iterator[None]:
+    """Around what ranks exchange before anybody watches over them: a broken connection becomes a `PeerLostError`."""
+    try:
+        yield
+    except BaseException as error:
+        if broke(error):
+            reason = str(error).splitlines()[0]
+            raise PeerLostError(f"another rank was lost, or did not answer, before all had met: {reason}") from error
+        raise
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Launcher
+from tests.distributed.launch import Launcher, run_ranks
 from tests.distributed.losing import lose_rank, save_config
 
+ABSENT = Path(__file__).parent / "ranks" / "absent.py"
 # Who does not notice would wait for `timeout_s`, ten minutes; launchers' own clean-up takes up to half of this.
 END_SECONDS = 60.0
 
@@ -68,6 +69,12 @@ def judge_loss(folder: Path, launcher: Launcher, mesh: str, victim: int, work: s
     if launcher != "torchrun":
         # torchrun's agent writes a traceback of its own whenever a rank fails.
         assert "Traceback" not in result.stderr, result.stderr
+
+
+def test_a_rank_that_is_gone_before_all_have_met_is_no_traceback(folder: Path) -> None:
+    result = run_ranks(ABSENT, folder, ranks=2, timeout=100)
+    assert result.codes[0] == 1 and "megakv: error: another rank was lost, or did not answer" in result.stderr, result
+    assert "Traceback" not in result.stderr and result.leftovers == [], result
 
 
 @pytest.mark.drawn(2)
