@@ -1,4 +1,7 @@
-"""Time per generated token on a long context: MegaKV's context-parallel decoding against a single process."""
+"""Time per generated token on a long context: MegaKV's context-parallel decoding against a single process.
+
+Ranks may be on hosts of their own, whose links have a rate; then one rank alone on its host is measured.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from harness.launch import Rows, Summary, benchmark
+from harness.launch import Launch, Rows, Summary, benchmark
+from harness.links import FREE, checked_rates
 from harness.options import Options, check_memory
 
 if TYPE_CHECKING:
@@ -16,7 +20,8 @@ if TYPE_CHECKING:
     from harness.world import World
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
-OWN = ("replicated", "tensor", "pass_q")
+OWN = ("replicated", "tensor", "pass_q", "auto")
+ALONE = "alone"
 METHODS = (*SINGLE, *OWN)
 
 
@@ -25,6 +30,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.ranks()
     options.add("--context", 8192, "cached tokens per sequence")
     options.names("--methods", METHODS, ",".join(METHODS), "which to run")
+    options.add("--rates", FREE, f"links between ranks: {FREE}, or of hosts, as unlimited or 1gbit", kind=str)
+    options.hidden("--rate")
     options.numbers("--batches", None, "sequences decoded together, e.g. 1,4 (default: 1 and --ranks)")
     options.add("--tokens", 8, "steps of a sample, whose mean counts")
     options.add("--repeats", 9, "samples of each method at most")
@@ -33,6 +40,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.model(kv_heads=16)
     arguments = options.parse(argv)
     arguments.batches = arguments.batches or sorted({1, arguments.ranks})
+    arguments.rates = checked_rates(options, "--rates", arguments.rates)
     if arguments.methods[0].endswith("_idle"):
         options.error(f"--methods {','.join(arguments.methods)}: the first must run on every rank, for comparison")
     return arguments
@@ -62,12 +70,13 @@ def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, bat
     context, tokens = arguments.context, arguments.tokens + 1
     ids = random_ids(arguments.vocab, context + 1, world.device, batch)
     size: dict[str, Any] = {"batch": batch, "tokens": context}
-    alone = bool(set(SINGLE).intersection(arguments.methods))
-    in_place, copying = single_caches(peers.model, **size, room=tokens) if alone else (None, None)
+    names = arguments.methods if world.size > 1 else [ALONE]
+    single = bool(set(SINGLE).intersection(names))
+    in_place, copying = single_caches(peers.model, **size, room=tokens) if single else (None, None)
     shard = sharded_cache(peers.model, world, **size)
     methods = []
-    for name in arguments.methods:
-        if name in OWN:
+    for name in names:
+        if name in (ALONE, *OWN):
             engine = ContextParallel(own_engine(peers, name))
             methods.append(Generation(name, engine, ids, tokens, partial(shard.cut_back, context), cache=shard))
         else:
@@ -78,6 +87,7 @@ def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, bat
     rows = []
     for sample in measure(world, methods, Agreement(world, arguments.dtype), **limits):
         row = sample.to_row(ranks=world.size, context=context, batch=batch, tokens_per_sample=arguments.tokens)
+        row["rate"] = arguments.rate
         if sample.method in ("single", "in_place"):
             # Processes that do not wait for each other: the mean is what one of them takes.
             row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
@@ -86,7 +96,7 @@ def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, bat
 
 
 def own_engine(peers: Peers, name: str) -> Any:
-    return peers.engine(name, {"decode": name}, tracking={"timeline": "decode.png"})
+    return peers.engine(name, {} if name == ALONE else {"decode": name}, tracking={"timeline": "decode.png"})
 
 
 def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
@@ -98,10 +108,14 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     positions = arguments.context + arguments.tokens + 2
     model = without_stop(random_model(arguments, positions=positions, device=world.device))
     with Peers(model, world) as peers:
-        for name in arguments.methods:
-            if name in OWN:
-                own_engine(peers, name)
-        keep_measured(world, model, arguments, idle=any(name.endswith("_idle") for name in arguments.methods))
+        if world.size > 1:
+            for name in arguments.methods:
+                if name in OWN:
+                    own_engine(peers, name)
+            rate = None if arguments.rate == FREE else arguments.rate
+            keep_measured(
+                world, model, arguments, rate=rate, idle=any(name.endswith("_idle") for name in arguments.methods)
+            )
         return [row for batch in arguments.batches for row in measure_batch(arguments, world, peers, batch)]
 
 
@@ -112,27 +126,45 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]
     from harness.publish import show, show_summary
     from harness.statistics import median, ratio
 
+    alone: dict[int, list[float]] = {}
+    for row in rows:
+        if row["method"] == ALONE:
+            alone.setdefault(row["batch"], []).extend(row["seconds"])
     ratios: Summary = {}
     best: Summary = {}
-    for batch in sorted({row["batch"] for row in rows}):
-        seconds = {row["method"]: row["seconds"] for row in rows if row["batch"] == batch}
+    over_alone: Summary = {}
+    for rate, batch in sorted({(row["rate"], row["batch"]) for row in rows if row["method"] != ALONE}):
+        here = [row for row in rows if (row["rate"], row["batch"]) == (rate, batch) and row["method"] != ALONE]
+        seconds = {row["method"]: row["seconds"] for row in here}
+        key = str(batch) if rate == FREE else f"{batch}, {rate}"
         own, peers = [[name for name in seconds if name in some] for some in (OWN, SINGLE)]
-        found = {name: {peer: ratio(seconds[name], seconds[peer]).to_json() for peer in peers} for name in own}
-        ratios[str(batch)] = found
+        ratios[key] = {name: {peer: ratio(seconds[name], seconds[peer]).to_json() for peer in peers} for name in own}
+        if batch in alone:
+            compared = {name: ratio(seconds[name], alone[batch], paired=False).to_json() for name in own}
+            over_alone.setdefault(rate, {})[str(batch)] = compared
         if own and peers:
             fastest = min(own, key=lambda name: median(seconds[name]).value)
-            worst = max(value["value"] for value in found[fastest].values())
-            best[str(batch)] = {"method": fastest, "largest_ratio": worst}
+            worst = max(value["value"] for value in ratios[key][fastest].values())
+            best[key] = {"method": fastest, "largest_ratio": worst}
     difference = max(row["max_logit_difference"] for row in rows)
     summary = {"time_ratio": ratios, "best": best, "max_logit_difference": difference}
+    summary |= {"over_one_host": over_alone} if over_alone else {}
     attention = "attention_us.attention attention_us.send_recv attention_us.collective"
-    show(rows, f"method batch seconds:ms seconds:min seconds:max {attention}", "Seconds per token")
+    show(rows, f"rate method batch seconds:ms seconds:min seconds:max {attention}", "Seconds per token")
     show_summary(summary)
+    labels = "{method}, {batch}" if {row["rate"] for row in rows} == {FREE} else "{method}, {batch}, {rate}"
     title = f"Decoding at {arguments.context:,} cached tokens on {arguments.ranks} ranks"
     words = {"title": title, "subtitle": f"{words_of(arguments)}; method, batch; median, 95% interval"}
     own_too = {"own": lambda row: row["method"] in OWN, "unit": "milliseconds per step, less is better"}
-    return summary, [bars("", rows, "{method}, {batch}", scale=1e3, **own_too, **words)]
+    return summary, [bars("", rows, labels, scale=1e3, **own_too, **words)]
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark("decode", parse_arguments(), measure_rank, report))
+    asked = parse_arguments()
+    across = [
+        Launch(asked.ranks, ["--rate", rate], f"{asked.ranks} ranks, links: {rate}", name=rate, rate=rate)
+        for rate in asked.rates
+    ]
+    # Before and behind them, as the machine may become slower.
+    alone = [Launch(1, ["--rate", FREE], "one rank alone", name=ALONE)] if asked.rates != [FREE] else []
+    sys.exit(benchmark("decode", asked, measure_rank, report, [*alone, *across, *alone]))

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from megakv.generation_call import TokenClock, agreed_call
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
 from megakv.injection.rotation import KeyRotation
-from megakv.joint_pass import Tokens, check_serves, joint_input, turn_input
+from megakv.joint_pass import Tokens, check_serves, joint_input, own_input
 from megakv.offload.assembly import make_offloader
 from megakv.record import RunRecord
 from megakv.runahead.source import PartitionSource
@@ -220,6 +221,30 @@ class MegaKVEngine(InferenceEngine):
         """Whether there is a budget for caches."""
         return self._runtime.compressor is not None
 
+    @property
+    def joins(self) -> bool:
+        """Whether several caches can go through one pass: those that are not offloaded, without mapped KV heads."""
+        return self._offloader is None and self._config.megakv.fairkv.mapping is None
+
+    @property
+    def gives_spans(self) -> bool:
+        """Whether caches that are not compressed give what `ShardedCache.span` takes out: none with copies of heads."""
+        return self._runtime.replicas is None
+
+    @property
+    def kv_device(self) -> torch.device:
+        """Where caches lie, of whose memory what is kept of them takes more."""
+        return self.mesh.device if self._offloader is None else torch.device("cpu")
+
+    def room(self, cache: ShardedCache, sequences: int) -> int | None:
+        """For how many tokens of so many sequences, over all ranks, this rank's tiers have room, given a cache that has
+        some; None where caches lie on the device.
+        """
+        if self._offloader is None:
+            return None
+        own = int(cache.table.counts()[self.mesh.cp_rank].sum())
+        return self._offloader.room(cache, sequences) * cache.length // max(1, own)
+
     def new_cache(self, *, forgets: bool = True, compresses: bool = True) -> ShardedCache:
         """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give.
 
@@ -253,17 +278,20 @@ class MegaKVEngine(InferenceEngine):
         caches may be extended; what fails there ends this pass, too.
 
         A cache is compressed in passes of its own, which are given the `turn` that its tokens belong to: when one comes
-        to its end, to the budget. Joint passes leave all caches as they are.
+        to its end, to the budget. Joint passes leave all caches as they are. Unless the engine `joins` caches, every
+        pass is of one.
 
         A ValueError where settings cannot be served, or caches and tokens are not such.
         """
         self.check_serves()
         with self.agreement.call(), on_device(self.mesh.device):
-            vocabulary = self.module.config.get_text_config().vocab_size
-            if turn is None:
+            vocabulary, joint = self.module.config.get_text_config().vocab_size, self.joins and turn is None
+            if joint:
                 inputs = joint_input(caches, tokens, self.new_cache(), vocabulary)
+            elif pauses is None:
+                inputs = own_input(caches, tokens, vocabulary, turn=turn is not None)
             else:
-                inputs = turn_input(caches, tokens, vocabulary, compresses=self.compresses and pauses is None)
+                raise ValueError("a cache that goes through passes of its own cannot be given pauses")
             for cache, own in zip(caches, tokens, strict=True):
                 self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
@@ -276,7 +304,7 @@ class MegaKVEngine(InferenceEngine):
                 logits: Tensor = self.module(**inputs).logits[:, 0]
             finally:
                 self._runtime.pauses = self._runtime.generation = None
-            if turn is not None:
+            if not joint:
                 # Of joint passes that is part.
                 self._comm.confirm()
             return logits

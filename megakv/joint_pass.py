@@ -22,12 +22,7 @@ def check_serves(config: MegaKVConfig, *, length_dependent: bool) -> None:
 
     `length_dependent` is as of `ForwardHooks`.
     """
-    fairkv, offload, partition = config.megakv.fairkv, config.megakv.offload, config.megakv.runahead.partition
-    remedy = "leave it out to serve several sequences"
-    if fairkv.mapping is not None:
-        raise ValueError(f"megakv.fairkv.mapping = {fairkv.mapping!r}: mapped KV heads are not served; {remedy}")
-    if offload.enabled:
-        raise ValueError(f"megakv.offload.enabled = true: offloaded caches are not served; {remedy}")
+    partition = config.megakv.runahead.partition
     if not isinstance(partition, str) and sum(partition) > 1 and all(isinstance(part, int) for part in partition):
         raise ValueError(
             f"megakv.runahead.partition = {partition}: token counts are of one prompt, and chunks of many have others; "
@@ -73,17 +68,21 @@ def joint_input(
     }
 
 
-def turn_input(
-    caches: Sequence[ShardedCache], tokens: Sequence[Tokens], vocabulary: int, *, compresses: bool
+def own_input(
+    caches: Sequence[ShardedCache], tokens: Sequence[Tokens], vocabulary: int, *, turn: bool
 ) -> dict[str, Any]:
-    """The same for new tokens of a turn of one cache, which may be compressed at its end.
+    """The same for new tokens of one cache in a pass of its own, perhaps of a `turn` that is compressed at its end.
 
-    A ValueError where there is not one, or nothing that `compresses`.
+    A ValueError where there is not one, or it is not of that kind.
     """
-    if not compresses or len(caches) != 1 or len(tokens) != 1 or not caches[0].compresses:
+    if turn and not all(cache.compresses for cache in caches):
         raise ValueError(
-            "a turn is of one cache that compresses, in a pass that does not pause: make it with engine.new_cache() "
-            "where megakv.fairkv.budget is set"
+            "a turn is of a cache that compresses: make it with engine.new_cache() where megakv.fairkv.budget is set"
+        )
+    if len(caches) != 1 or len(tokens) != 1:
+        raise ValueError(
+            f"{len(caches)} caches with new tokens of {len(tokens)}: give one of each, for caches that are compressed "
+            "or offloaded, or have mapped KV heads, go through passes of their own"
         )
     (row,) = _checked(tokens, vocabulary)
     return {

@@ -17,6 +17,7 @@ from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
 from megakv.runahead.partition import Partition
 
+from .links import FREE
 from .models import DTYPES, model_config
 from .plain import PlainTimes
 from .profiles import profiles_of
@@ -98,6 +99,8 @@ class Predictions:
         """A row's predicted seconds, under the names that they have in it."""
         method, context = row["method"], row["context"]
         match benchmark:
+            case "decode" if method in ("alone", "auto"):
+                return {"predicted_s": None}
             case "decode":
                 return {"predicted_s": self.decode(method, context, row["batch"])}
             case "multiturn":
@@ -139,7 +142,9 @@ def with_predictions(
 
     found = []
     for row in rows:
-        rate = row["rate"] if benchmark in RATED else None
+        rate = row["rate"] if benchmark in RATED else row.get("rate")
+        if benchmark not in RATED and rate == FREE:
+            rate = None
         predictions = known(row["ranks"], rate, row.get("kv_heads", arguments.kv_heads))
         predicted = dict.fromkeys(names) if predictions is None else predictions.of(benchmark, row, arguments)
         found.append({**row, **predicted})

@@ -196,7 +196,8 @@ class ShardedCache(TransformersCache):
         A ValueError where they do not fit, which leaves the cache as it was.
         """
         span.check_follows(self.length, rank=self.rank, size=self.size, layers=len(self._stores))
-        self.begin(span.layout, 1)
+        # No pass begins: nothing is brought for one.
+        ShardedCache.begin(self, span.layout, 1)
         try:
             for layer, runs in enumerate(span.layers):
                 if runs:
@@ -204,7 +205,7 @@ class ShardedCache(TransformersCache):
         except BaseException:
             self.cut_back(self.length)
             raise
-        self.commit(span.last)
+        ShardedCache.commit(self, span.last)
 
     def fork(self) -> ShardedCache:
         """A cache with the same tokens, sharing memory."""

@@ -165,7 +165,7 @@ def page_bytes(count: int, row_bytes: int, size: int) -> int:
 class PagedRows:
     """A growing number of rows of one width, of a layer; forks share pages until either grows.
 
-    `length` counts all rows, the first `gone` ones that are not held any more included.
+    `length` counts all rows, the first `gone` ones that are not held any more included; `per_page` go into a page.
     """
 
     def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, gone: int = 0):
@@ -175,11 +175,11 @@ class PagedRows:
         self.dtype = dtype
         self._row_bytes = width * dtype.itemsize
         # Rows without elements need none.
-        self._per_page = pool.page_bytes // self._row_bytes if width else sys.maxsize
+        self.per_page = pool.page_bytes // self._row_bytes if width else sys.maxsize
         page_bytes(0, self._row_bytes, pool.page_bytes)
         self._pages: list[Page] = []
         # Pages before those, of which no row is held.
-        self._given = gone // self._per_page
+        self._given = gone // self.per_page
         # Leading pages that are known to lie in memory, those included.
         self._leading = self._given
 
@@ -200,10 +200,10 @@ class PagedRows:
 
         Returns the first one's index.
         """
-        first, needed = self.length, -(-(self.length + count) // self._per_page) - self._given if self.width else 0
+        first, needed = self.length, -(-(self.length + count) // self.per_page) - self._given if self.width else 0
         taken: list[Page] = []
         try:
-            inner = first % self._per_page
+            inner = first % self.per_page
             if count and inner and self._pages and self._pages[-1].users > 1:
                 self._replace_last(inner)
             while len(self._pages) + len(taken) < needed:
@@ -238,7 +238,7 @@ class PagedRows:
         count = device.shape[0] if self.width else 0
         if count == 1:
             # Each step of decoding writes single rows: in little time.
-            index, inner = divmod(first, self._per_page)
+            index, inner = divmod(first, self.per_page)
             page = self._pages[index - self._given]
             return [Move(self._rows(page, page.offset + inner * self._row_bytes, 1), device, (page,))]
         return [
@@ -251,7 +251,7 @@ class PagedRows:
         pages: list[Page] = []
         offset = start = first
         while first < last:
-            index, inner = divmod(first, self._per_page)
+            index, inner = divmod(first, self.per_page)
             page = self._pages[index - self._given]
             begin = page.offset + inner * self._row_bytes
             if pages and (page.tier is not pages[0].tier or offset + (first - start) * self._row_bytes != begin):
@@ -260,7 +260,7 @@ class PagedRows:
             if not pages:
                 offset, start = begin, first
             pages.append(page)
-            first = min(last, first - inner + self._per_page)
+            first = min(last, first - inner + self.per_page)
         if pages:
             yield pages, offset, start, last
 
@@ -269,7 +269,7 @@ class PagedRows:
         pages, given = self._pages, self._given
         while self._leading < given + len(pages) and isinstance(pages[self._leading - given].tier, HostTier):
             self._leading += 1
-        return self.length if self._leading == given + len(pages) else self._leading * self._per_page
+        return self.length if self._leading == given + len(pages) else self._leading * self.per_page
 
     def runs_in_memory(self, last: int, first: int = 0) -> Runs:
         """Rows from `first` up to `last`; waits for those that are on the way there."""
@@ -292,7 +292,7 @@ class PagedRows:
         """Keep the first rows only."""
         self.length = min(self.length, length)
         self.gone = min(self.gone, self.length)
-        kept = -(-self.length // self._per_page)
+        kept = -(-self.length // self.per_page)
         self._give(slice(max(0, kept - self._given), None))
         self._given = min(self._given, kept)
         self._leading = min(self._leading, kept)
@@ -300,7 +300,7 @@ class PagedRows:
     def forget(self, rows: int) -> None:
         """The first rows are not needed any more: whole pages of them are given back."""
         self.gone = max(self.gone, min(rows, self.length))
-        given = self.gone // self._per_page
+        given = self.gone // self.per_page
         self._give(slice(given - self._given))
         self._given, self._leading = given, max(self._leading, given)
 

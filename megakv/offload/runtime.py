@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
+from megakv.cache.cache import ShardedCache
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.fairkv.attention import RaggedPart
@@ -130,6 +132,17 @@ class Offloader:
             replicas=runtime.replicas,
             rotate=runtime.rotate,
         )
+
+    def room(self, cache: ShardedCache, sequences: int) -> int:
+        """For how many tokens of so many sequences there is room, on a rank that has some of a cache.
+
+        Every sequence may fill its last page of every layer with a single token.
+        """
+        assert isinstance(cache, OffloadedCache)
+        strips = [strip for layer in range(self._layers) for strip in cache.strips(layer)]
+        columns = [rows for strip in strips for rows in strip.store.rows_per_page]
+        pages = self.pool.capacity - sequences * len(columns)
+        return max(0, int(pages / sum(1 / rows for rows in columns))) if columns else sys.maxsize
 
     def new_run(self, new_tokens: int, prompt: int) -> Planner:
         """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""

@@ -94,6 +94,12 @@ class TieredStore(RowFormat, KVStore):
     def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         self.append_each([sequence], k_KSD, v_KSD)
 
+    def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
+        for pair in runs:
+            keys, values = (tensor.to(self.engine.device) for tensor in pair)
+            self.append(sequence, keys, values)
+        self.flush()
+
     def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Also several rows of one sequence."""
         self._take(sequences, self.rows_of(k_KLD, v_KLD))
@@ -161,6 +167,15 @@ class TieredStore(RowFormat, KVStore):
         device = torch.empty(shape, dtype=self.stored_dtype, device=self.engine.device)
         self.engine.link.start("in", paged.moves(paged.gone, device)).wait()
         return self.heads_of(self.unpacked(device))
+
+    def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
+        """A copy in host memory: pages are written again once they were given back."""
+        self.flush()
+        rows = self._rows[sequence]
+        if rows is None or first == last:
+            return ()
+        runs = [self.unpacked(run) for _, run in rows.runs_in_memory(last, first)]
+        return (self.heads_of(torch.cat([runs[0].clone() if len(runs) == 1 else runs[0], *runs[1:]])),)
 
     def kept(self, sequence: int) -> IntArray:
         rows = self.rows(sequence) - self.gone(sequence)
@@ -264,6 +279,12 @@ class TieredStore(RowFormat, KVStore):
 
     def nbytes(self) -> int:
         return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
+
+    @property
+    def rows_per_page(self) -> list[int]:
+        """Of keys and values, and of activations, where it holds some."""
+        columns = (column for own in (self._rows, self._inputs) for column in own)
+        return [paged.per_page for paged in columns if paged is not None and paged.width]
 
     # For the stores beside it
 

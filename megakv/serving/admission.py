@@ -44,7 +44,7 @@ class Admission:
             self.queue.remove(answer)
             self.running.append(answer)
             answer.number, answer.state = next(self._numbers), "reading"
-            turn = len(answer.request.prompt) if answer.alone else None
+            turn = len(answer.request.prompt) if answer.request.compresses else None
             self.tree.commands.append(Attach(answer.number, (), turn))
             self.advance(answer, now)
             if not answer.new:
@@ -84,7 +84,7 @@ class Admission:
 
     def advance(self, answer: Answer, now: float) -> None:
         """Take over what the tree has of the tokens that come next."""
-        if answer.alone:
+        if not answer.kept:
             return
         if answer.node.end == answer.cached:
             path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
@@ -133,7 +133,7 @@ class Admission:
 
     def keep(self, answer: Answer, now: float) -> None:
         """What its cache has becomes part of the tree."""
-        if answer.alone:
+        if not answer.kept:
             return
         tokens = answer.ids(answer.node.end, answer.cached)
         disk = self._disk_keeps_up()

@@ -29,6 +29,10 @@ class Answer:
     submitted: float
     node: Node
     sampler: Sampler
+    alone: bool = False
+    """Whether its passes have no other sequence."""
+    kept: bool = True
+    """Whether its cache is of use to others, and theirs to it."""
     tokens: list[int] = field(default_factory=list)
     state: Literal["waiting", "loading", "reading", "decoding"] = "waiting"
     number: int = 0
@@ -64,18 +68,13 @@ class Answer:
         return len(self.request.prompt) + self.request.max_new_tokens
 
     @property
-    def alone(self) -> bool:
-        """Whether its passes have no other sequence; then its cache is of no use to others, nor theirs to it."""
-        return self.request.compresses
-
-    @property
     def left(self) -> int:
         return len(self.tokens) - self.cached
 
     @property
     def reusable(self) -> Tokens:
         """What it could find of its tokens in the tree: the last one has to be computed, for what comes next."""
-        return self.ids(0, 0 if self.alone else len(self.tokens) - 1)
+        return self.ids(0, len(self.tokens) - 1 if self.kept else 0)
 
     def ids(self, first: int, last: int) -> Tokens:
         """Some of its tokens."""

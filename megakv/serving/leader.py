@@ -50,8 +50,10 @@ class Outcome:
 class Leader:
     """The answers under way, and those that wait.
 
-    `capacity` are the tokens that device memory has space for; `is_here` says whether a node that is being read from
-    disk is there, on this rank; `disk_keeps_up` whether more can be written to it.
+    `capacity` are the tokens that there is space for beside what is kept in host memory; `joins` says whether passes
+    may have several sequences, and `keeps` whether prefixes can be kept. `is_here` says whether a node that is being
+    read from disk is there, on this rank; `disk_keeps_up` whether more can be written to it; `held` how many tokens of
+    a cache every context-parallel rank has, by the number that ranks know it by.
     """
 
     def __init__(
@@ -61,11 +63,15 @@ class Leader:
         scheduler: Scheduler,
         *,
         capacity: int,
+        joins: bool = True,
+        keeps: bool = True,
         is_here: Callable[[int], bool] = lambda node: True,
         disk_keeps_up: Callable[[], bool] = lambda: True,
+        held: Callable[[int], tuple[int, ...]] = lambda number: (),
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.tree, self.counts = tree, Counts()
+        self._joins, self._keeps, self._held = joins, keeps, held
         self._scheduler, self._is_here, self._arrivals = scheduler, is_here, itertools.count()
         self._admission = Admission(settings, tree, self.counts, capacity=capacity, disk_keeps_up=disk_keeps_up)
         self._by_id: dict[str, Answer] = {}
@@ -86,7 +92,8 @@ class Leader:
     def add(self, request: Request, submitted: float) -> None:
         """A request begins to wait."""
         sampler = Sampler(request.sampling, request.logprobs, request.form)
-        answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler)
+        alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
+        answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler, alone, kept)
         self._by_id[request.id] = answer
         self._admission.queue.add(answer)
         if answer.most > self._admission.capacity:
@@ -174,16 +181,18 @@ class Leader:
     def _next_alone(self) -> Answer | None:
         """Whose turn it is of those whose passes have no other."""
         while self._alone:
-            if (answer := self._alone.pop(0)) in self.running:
+            if (answer := self._alone.pop(0)) in self.running and answer.state != "loading":
                 return answer
         return None
 
     def _planned_alone(self, answer: Answer) -> Plan:
-        """A pass of one: its prompt ends with a pass, and then come single tokens, whether they are known or not."""
-        read, prompt = answer.cached, len(answer.request.prompt)
-        if read >= prompt:
+        """A pass of one. Where it is compressed its prompt ends with a pass, and then come single tokens, whether they
+        are known or not.
+        """
+        read, end = answer.cached, len(answer.request.prompt if answer.request.compresses else answer.tokens)
+        if answer.state == "decoding" or read >= end:
             return self._made([(answer, 1)], PassSize(), None)
-        reader = replace(answer.reader(), left=prompt - read)
+        reader = replace(answer.reader(), left=end - read)
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
         return self._made([(answer, new)], PassSize().with_prompt(read, new), None)
 
@@ -237,7 +246,8 @@ class Leader:
                 self._admission.keep(answer, now)
                 self.counts.computed_tokens += new
                 if not answer.new:
-                    answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
+                    ranks = self._held(answer.number)
+                    answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens), ranks))
             if answer.cancelled:
                 self._end(answer, Finished("cancelled"))
             elif not answer.left:
@@ -280,7 +290,7 @@ class Leader:
         self.counts.requests += 1
         self.counts.cancelled += finished.why == "cancelled"
         self.counts.failed += finished.why == "error"
-        self.counts.compressed += answer.alone
+        self.counts.compressed += answer.request.compresses
         answer.request.sink(finished)
 
     # Failures

@@ -60,6 +60,11 @@ class ServingLoop:
 
     def __init__(self, engine: MegaKVEngine, settings: ServingSettings):
         engine.check_serves()
+        if settings.store is not None and not engine.gives_spans:
+            raise ValueError(
+                f"store = {str(settings.store)!r}: prefixes of heads that megakv.fairkv.mapping copies are not kept; "
+                "leave out one of them"
+            )
         self._engine, self._settings = engine, settings
         self._comm, self._mesh = engine.agreement.comm, engine.mesh
         self._vocabulary = int(engine.module.config.get_text_config().vocab_size)
@@ -68,7 +73,7 @@ class ServingLoop:
             heads = engine.heads_here.heads, engine.heads_here.copies
             identity = f"{fingerprint(engine.module)} {engine.weights_digest} {engine.module.dtype} {heads}"
             self._folder = PrefixFolder(settings.store, identity, engine.mesh)
-        self._store = PrefixStore(engine.mesh.device, self._folder)
+        self._store = PrefixStore(engine.kv_device, self._folder)
         self._worker = Worker(engine, self._comm, self._store)
         self._inbox = Inbox(settings.max_queue)
         self._times = PassTimes()
@@ -193,8 +198,10 @@ class ServingLoop:
                 began = time.perf_counter()
                 self._engine.extend([cache], [tokens])
                 seconds.append(time.perf_counter() - began)
-            nbytes = cache.span(0, len(prompt)).nbytes() / len(prompt)
-            self._kv = measured_memory(self._comm, nbytes, self._settings.kv_tokens)
+            held = (pair for layer in range(len(cache)) for _, *pair, _ in cache.store(layer).pieces(0))
+            nbytes = sum(tensor.nbytes for pair in held for tensor in pair) / cache.length
+            room = self._engine.room(cache, self._settings.max_sequences)
+            self._kv = measured_memory(self._comm, nbytes, self._settings.kv_tokens, room)
         if self._mesh.rank != 0:
             return
         self._times.add(PassSize(sequences=1, context=len(prompt)), seconds[-1])
@@ -206,8 +213,11 @@ class ServingLoop:
                 tree,
                 scheduler,
                 capacity=self._kv.tokens,
+                joins=self._engine.joins,
+                keeps=self._engine.gives_spans,
                 is_here=self._store.is_here,
                 disk_keeps_up=lambda: self._folder is not None and self._folder.keeps_up,
+                held=self._worker.held,
             )
         self._inbox.enter("serving")
 

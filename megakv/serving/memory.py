@@ -28,19 +28,24 @@ class KVMemory:
         return int(gigabytes * 1e9) // max(1, self.token_bytes)
 
 
-def measured_memory(comm: Communicator, nbytes: float, tokens: int | None) -> KVMemory:
+def measured_memory(comm: Communicator, nbytes: float, tokens: int | None, room: int | None) -> KVMemory:
     """For so many `tokens`, or as many as half of every rank's free memory holds, where a token takes so much on this
-    rank. Collective.
+    rank; or for as many as all have `room` for in tiers. Collective.
     """
     device = comm.mesh.device
     if device.type == "cpu":
         free = (available_memory() or psutil.virtual_memory().available) // comm.watch.neighbours
     else:
         free = int(get_accelerator().available_memory(device.index))
-    ranks = comm.gather_objects((nbytes, free))
-    fits = min(int(SHARE * free / max(1.0, each)) for each, free in ranks)
+    ranks = comm.gather_objects((nbytes, int(SHARE * free / max(1.0, nbytes)) if room is None else room))
+    fits = min(fits for _, fits in ranks)
     if tokens is None and fits < 1:
-        raise MegaKVError("no memory is left for keys and values: set kv_tokens, or free some")
+        raise MegaKVError(
+            "no memory is left for keys and values: set kv_tokens, or free some"
+            if room is None
+            else "megakv.offload.host_gb has too few pages for max_sequences, each of which needs some of its own: "
+            "raise it, or lower megakv.offload.page_kib or max_sequences"
+        )
     return KVMemory(fits if tokens is None else tokens, round(sum(each for each, _ in ranks)))
 
 

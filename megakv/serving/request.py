@@ -31,6 +31,8 @@ class Progress:
     cached: int
     read: int
     total: int
+    ranks: tuple[int, ...] = ()
+    """Of those read, how many each context-parallel rank holds, once a pass has read some."""
 
 
 @dataclass(frozen=True)

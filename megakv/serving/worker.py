@@ -65,6 +65,10 @@ class Worker:
                     self._store.arrange(command)
         return unread
 
+    def held(self, sequence: int) -> tuple[int, ...]:
+        """How many tokens of a cache every context-parallel rank has."""
+        return tuple(self._caches[sequence].table.counts().sum(1).tolist())
+
     def compute(self, plan: Plan, pauses: Pauses | None) -> Tensor | None:
         """Carry out its pass: the logits behind the last new token of each sequence."""
         if not plan.sequences:

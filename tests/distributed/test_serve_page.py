@@ -1,6 +1,7 @@
 """The page in a real browser: a document is read, asked about, streamed and found kept; without a key, nothing."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,6 +58,9 @@ def test_a_document_is_read_once_and_asked_about(browser: Browser, tmp_path: Pat
         assert browser.run("document.querySelector('.answer').textContent.split(' ').length") == 20
         seen = browser.run("clearInterval(timer), seen.filter((text) => text.includes('tokens read'))")
         assert seen and any("to go" in each for each in seen), seen
+        shares = browser.run("document.getElementById('shares').textContent")
+        held = re.fullmatch(r"Context-parallel rank 0 has (\d+), rank 1 has (\d+)", shares)
+        assert held is not None and abs(int(held[1]) - int(held[2])) <= 2, shares
         fill(browser, "question", "cc dd")
         browser.run("document.getElementById('ask').click()")
         browser.wait_for(turns(2))

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from tests.distributed.launch import Result, run_ranks
 from tests.distributed.models import save_model
+from tests.mappings import random_mapping
 
 SCRIPT = Path(__file__).parent / "ranks" / "serving.py"
 TIMEOUT = 240
@@ -62,6 +64,29 @@ def test_caches_are_compressed_where_that_is_asked_for(tmp_path: Path, model: Pa
     assert compressed and all(client["cached"] in (0, None) for client in compressed)
     again = found["clients"][-1]
     assert again["cached"] == len(again["prompt"]) - 1
+
+
+@pytest.mark.parametrize(
+    ("mesh", "stage"),
+    [
+        pytest.param(mesh, stage, marks=pytest.mark.drawn("own passes"))
+        for mesh, stage in (("2x1", "offload"), ("1x2", "offload"), ("1x2", "mapping"), ("2x2", "mapping"))
+    ],
+)
+def test_caches_off_the_device_or_with_mapped_heads_are_served(
+    tmp_path: Path, model: Path, mesh: str, stage: str
+) -> None:
+    """In passes of their own; of offloaded ones prefixes are kept, of those with copies of heads none."""
+    mapping = tmp_path / "mapping.json"
+    layers = AutoConfig.from_pretrained(model)
+    random_mapping(layers.num_hidden_layers, layers.num_key_value_heads, 2).save(mapping)
+    result, out = launch(tmp_path, model, mesh, stage, mapping if stage == "mapping" else tmp_path / "store")
+    result.check()
+    found = json.loads(out.read_text())
+    check_answers(found["clients"])
+    again, stats = found["clients"][-1], found["stats"]
+    assert again["cached"] == (0 if stage == "mapping" else len(again["prompt"]) - 1)
+    assert (stats["hit"] > 0) == (stage == "offload")
 
 
 @pytest.mark.parametrize(("before", "after"), [("2x1", "1x1"), ("1x1", "2x1")])

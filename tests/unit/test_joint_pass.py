@@ -114,10 +114,31 @@ def test_passes_within_a_pass(alone: None) -> None:
         assert engine._runtime.current is None and engine._runtime.pauses is None
 
 
-def test_offloaded_caches_are_not_served(alone: None) -> None:
-    engine, _ = engine_of(llama(), {"offload": {"enabled": True, "host_gb": 0.05}})
-    with engine, pytest.raises(ValueError, match=r"megakv\.offload\.enabled"):
+@pytest.mark.parametrize("kv_bits", [None, 8])
+@pytest.mark.parametrize("method", ["auto", "stream"])
+def test_offloaded_caches_have_passes_of_their_own(alone: None, method: str, kv_bits: int | None) -> None:
+    """In turns; and what is taken out of one goes on in another."""
+    offload = {"enabled": True, "host_gb": 0.05, "page_kib": 4, "method": method, "kv_bits": kv_bits}
+    engine, model = engine_of(llama(), {"offload": offload})
+    close = {"rtol": 1e-4, "atol": 1e-4} if kv_bits is None else {"rtol": 0.1, "atol": 0.05}
+    prompts = torch.randint(3, 100, (2, 70))
+    with engine:
         engine.check_serves()
+        caches = [engine.new_cache(forgets=False) for _ in prompts]
+        for first, last in ((0, 33), (33, 34), (34, 70)):
+            for cache, ids in zip(caches, prompts, strict=True):
+                logits = engine.extend([cache], [ids[first:last]])
+        torch.testing.assert_close(logits, model(prompts[1:]).logits[:, -1], **close)
+        twin = engine.new_cache(forgets=False)
+        twin.append_span(caches[0].span(0, 40))
+        twin.append_span(caches[0].span(40, 65))
+        del caches[0]
+        logits = engine.extend([twin], [prompts[0, 65:]])
+        torch.testing.assert_close(logits, model(prompts[:1]).logits[:, -1], **close)
+        assert engine.room(twin, 1) > engine.room(twin, 20) > 0
+        for given in (Pauses(0, int), None):
+            with pytest.raises(ValueError, match="passes of (its|their) own"):
+                engine.extend([twin, caches[0]][: 1 if given else 2], [[5]] * (1 if given else 2), pauses=given)
 
 
 def test_a_turn_is_compressed_in_passes_of_its_own(alone: None) -> None:
@@ -143,7 +164,7 @@ def test_a_turn_is_compressed_in_passes_of_its_own(alone: None) -> None:
         torch.testing.assert_close(engine.extend([other], [ids[0]]), exact, rtol=1e-4, atol=1e-4)
         assert not other.holds_compressed
         for caches, options in (([other], {}), ([own, engine.new_cache()], {}), ([own], {"pauses": Pauses(0, int)})):
-            with pytest.raises(ValueError, match="a turn is of one cache"):
+            with pytest.raises(ValueError, match="a turn is of a cache|of their own|cannot be given pauses"):
                 engine.extend(caches, [[5]] * len(caches), turn=turn, **options)
 
 

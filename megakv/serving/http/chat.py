@@ -37,9 +37,10 @@ def openai_usage(usage: Usage) -> CompletionUsage:
 
 
 def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
-    """How far a prompt was read, as llama.cpp says it."""
+    """How far a prompt was read, as llama.cpp says it, and which rank holds how much of it."""
     spent = int((time.monotonic() - began) * 1e3)
-    return {"total": progress.total, "cache": progress.cached, "processed": progress.read, "time_ms": spent}
+    found = {"total": progress.total, "cache": progress.cached, "processed": progress.read, "time_ms": spent}
+    return found | ({"ranks": progress.ranks} if progress.ranks else {})
 
 
 class ChatAnswer:

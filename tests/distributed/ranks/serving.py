@@ -1,7 +1,7 @@
 """Started on every rank: a served engine, and on rank 0 those who ask it.
 
 Usage: serving.py OUT.json MODEL CPxTP STAGE STORE, with STAGE ``random`` (many requests, against the engine alone),
-``budget`` (some of them with compressed caches),
+``budget`` (some of them with compressed caches), ``offload`` and ``mapping`` (with the section in the file STORE),
 ``store`` (a long prompt, after which the ranks kill themselves), ``restored`` (the same after a restart), or ``killed``
 (the last rank kills itself while all is under way).
 """
@@ -194,17 +194,20 @@ def own_pids() -> list[int]:
 def main() -> None:
     out, stage = Path(sys.argv[1]), sys.argv[4]
     cp, tp = (int(part) for part in sys.argv[3].split("x"))
-    config = {
-        "dtype": "fp32",
-        "tensor_parallel": {"tp_size": tp},
-        "megakv": {"context_parallel": {"size": cp}, "timeout_s": 60, "fairkv": BUDGET if stage == "budget" else {}},
-    }
-    store = None if sys.argv[5] == "-" else Path(sys.argv[5])
+    section: dict[str, Any] = {"context_parallel": {"size": cp}, "timeout_s": 60}
+    if stage == "budget":
+        section["fairkv"] = BUDGET
+    elif stage == "offload":
+        section["offload"] = {"enabled": True, "host_gb": 0.1, "page_kib": 4}
+    elif stage == "mapping":
+        section["fairkv"] = {"mapping": sys.argv[5]}
+    config = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
+    store = None if sys.argv[5] == "-" or stage == "mapping" else Path(sys.argv[5])
     quiet_libraries()
     with orderly_end(), megakv.init_inference(sys.argv[2], config) as engine:
         rank = dist.get_rank()
         # Small chunks, so that prompts take several, and few tokens of memory, so that prefixes go.
-        drawn = stage in ("random", "budget")
+        drawn = stage in ("random", "budget", "offload", "mapping")
         limits = {"kv_tokens": 1500, "host_kv_tokens": 500} if drawn else {}
         loop = ServingLoop(engine, ServingSettings(max_gap_s=0.05, chunk_tokens=64, store=store, **limits))
         results: dict[str, Any] = {}

@@ -33,11 +33,15 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "decode" and report["args"]["kv_heads"] == 4
     assert predicted_anew(report, path) == report["rows"]
-    names = [*SINGLE, "replicated", "tensor", "pass_q"]
+    names = [*SINGLE, "replicated", "tensor", "pass_q", "auto"]
     assert [(row["batch"], row["method"]) for row in report["rows"]] == [(b, name) for b in (1, 2) for name in names]
     for row in report["rows"]:
         assert (row["ranks"], row["context"], row["tokens_per_sample"]) == (2, 101, 3)
         assert len(row["seconds"]) == 3 and all(value > 0 for value in row["seconds"])
+        if row["method"] == "auto":
+            # It is one of the others.
+            assert row["predicted_s"] is None and row["attention_us"]["attention"] > 0
+            continue
         assert 0 < row["predicted_s"] < math.inf
         # The same cached tokens and weights everywhere.
         assert row["max_logit_difference"] <= 1e-5
@@ -54,7 +58,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
             assert (row["attention_us"]["send_recv"] > 0) == (row["method"] == "pass_q")
     middle = {(row["batch"], row["method"]): sorted(row["seconds"])[1] for row in report["rows"]}
     for batch, methods in report["summary"]["time_ratio"].items():
-        assert set(methods) == {"replicated", "tensor", "pass_q"}
+        assert set(methods) == {"replicated", "tensor", "pass_q", "auto"}
         for name, peers in methods.items():
             assert list(peers) == SINGLE
             for peer, found in peers.items():

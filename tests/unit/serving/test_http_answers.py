@@ -140,7 +140,8 @@ def test_progress_of_a_prompt(served: Served) -> None:
     chunks = list(ask(served, text, stream=True, extra_body={"return_progress": True}))
     found = [chunk.prompt_progress for chunk in chunks if getattr(chunk, "prompt_progress", None)]
     assert found and found[-1]["processed"] == found[-1]["total"] == len(prompt_tokens(served, text))
-    assert all(each.keys() == {"total", "cache", "processed", "time_ms"} for each in found)
+    assert all(each.keys() - {"ranks"} == {"total", "cache", "processed", "time_ms"} for each in found)
+    assert found[-1]["ranks"] == [found[-1]["processed"]]
 
 
 def test_who_leaves_is_not_answered_further(served: Served) -> None:
