@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
+import torch
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.methods import METHODS, prefill_methods
@@ -36,6 +38,8 @@ DECODE_STEPS = 256
 """Cached tokens for which a choice of decode method is kept."""
 KEPT_CHOICES = 256
 """Such choices that are kept: sequences come and go from step to step where many are served."""
+MESSAGES, MESSAGE_ELEMENTS = 15, 1024
+"""Sent to see what a message takes, and their size: about that of a layer's sum for one token."""
 
 
 @dataclass
@@ -152,13 +156,23 @@ class PassPlanner:
 
     def slice_pays(self, spared: dict[str, int]) -> dict[str, bool]:
         """For which kinds of a layer's linears that takes less time, by rank 0's word: so many bytes are not read."""
-        mesh = self.comm.mesh
-        one_host = self.comm.watch.neighbours == mesh.world_size
-        worth = worth_bytes(accelerator=mesh.device.type != "cpu", direct=bool(mesh.links), one_host=one_host)
+        mesh, worth = self.comm.mesh, worth_bytes(self._message_s)
         decide = partial(
             choose_slices, self.evidence, spared, self.shape, size=mesh.cp_size, tp_size=mesh.tp_size, worth=worth
         )
         return self._agreement.decide(decide)
+
+    @cached_property
+    def _message_s(self) -> float | None:
+        """What a small message over all context-parallel ranks takes here; None on accelerators. Collective."""
+        if self.comm.mesh.device.type != "cpu":
+            return None
+        message, taken = torch.zeros(MESSAGE_ELEMENTS), []
+        for _ in range(MESSAGES):
+            begun = time.perf_counter()
+            self.comm.all_gather(message, "cp", operation="control", layer=None)
+            taken.append(time.perf_counter() - begun)
+        return float(np.median(taken))
 
     def forget(self) -> None:
         """A call failed in the middle: of what rank 0 said, ranks may have heard different parts."""

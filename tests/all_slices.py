@@ -18,5 +18,5 @@ def all_slices(section: dict[str, Any]) -> Iterator[None]:
         yield
         return
     every = patch.object(megakv.injection.linears, "LEAST_WEIGHT", 0)
-    with patch.object(megakv.planning, "worth_bytes", lambda **_: 0), every:
+    with patch.object(megakv.planning, "worth_bytes", lambda _: 0), every:
         yield

@@ -8,21 +8,14 @@ from megakv.costmodel.shape import ModelShape
 
 SUM_BYTES = 4
 """Of an element that is summed over ranks, at most."""
-WORTH_ONE_HOST, WORTH_NETWORK, WORTH_COLLECTIVE, WORTH_ACCELERATOR = 1 << 20, 3 << 20, 8 << 20, 32 << 20
-"""Without a profile, and assumed rather than measured: bytes of weights that a rank reads while a message is exchanged
-and others are waited for, at 10 GB/s of a core in 0.1 and 0.3 ms, and gloo in 0.8; at 2 TB/s of a device in 16 us."""
+CORE_BYTES_S, WAIT_S, WORTH_ACCELERATOR = 10e9, 50e-6, 32 << 20
+"""Without a profile, and assumed rather than measured: bytes of weights that a core reads in a second, how long ranks
+wait for each other beside what a message takes itself, and bytes that a device reads meanwhile, at 2 TB/s in 16 us."""
 
 
-def worth_bytes(*, accelerator: bool, direct: bool, one_host: bool) -> int:
-    """Bytes of weights that a rank must be spared for a message to pay, where nothing was measured.
-
-    direct: whether processors have connections of their own for small messages (`megakv.distributed.direct`).
-    """
-    if accelerator:
-        return WORTH_ACCELERATOR
-    if not direct:
-        return WORTH_COLLECTIVE
-    return WORTH_ONE_HOST if one_host else WORTH_NETWORK
+def worth_bytes(message_s: float | None) -> int:
+    """Bytes of weights that a rank must be spared for a message to pay that takes so long; None for an accelerator's."""
+    return WORTH_ACCELERATOR if message_s is None else round((message_s + WAIT_S) * CORE_BYTES_S)
 
 
 class SlicedTimes:
