@@ -14,7 +14,7 @@ wait for each other beside what a message takes itself, and bytes that a device 
 
 
 def worth_bytes(message_s: float | None) -> int:
-    """Bytes of weights that a rank must be spared for a message to pay that takes so long; None for an accelerator's."""
+    """Bytes of weights that a rank must be spared for a message to pay that takes so long; None: an accelerator's."""
     return WORTH_ACCELERATOR if message_s is None else round((message_s + WAIT_S) * CORE_BYTES_S)
 
 
