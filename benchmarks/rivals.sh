@@ -2,7 +2,8 @@
 # Makes what benchmarks/rivals.py compares MegaKV with, in .rivals: an environment for each rival that needs one of its
 # own, and SmolLM2-135M-Instruct in the types that they read. What is there is left as it is. A rival that cannot be had
 # is not waited for: .rivals/NAME.failed says why, and so does the benchmark's table.
-#   bash benchmarks/rivals.sh [vllm] [llama_cpp]           # all without names; 1.5 GB to fetch
+# serving.py also takes guidellm, a client that others measure servers with.
+#   bash benchmarks/rivals.sh [vllm] [llama_cpp] [guidellm]           # all without names; 1.5 GB to fetch
 # PYTHON=/path/to/python chooses another Python than the project's; its version must have wheels of all.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,6 +50,13 @@ PY
     done
 }
 
+guidellm() {
+    # The default index's torch is a CUDA build of several GB.
+    pip_into guidellm --retries 1 --timeout 20 --extra-index-url "$torch_cpu" torch==2.13.0+cpu || return 1
+    pip_into guidellm guidellm==0.8.1 || return 1
+    .rivals/guidellm/bin/guidellm --version >>"$log" 2>&1
+}
+
 make() {
     local name=$1 stamp
     stamp=$(cat benchmarks/rivals.sh benchmarks/harness/rival_workers/gguf_types.py | sha256sum)
@@ -70,11 +78,11 @@ make() {
 
 model=$(python recipes/smollm2/weights.py 2>>"$log") || { say "no model: $(tail -n 1 "$log")"; exit 1; }
 say "model: $model"
-for name in "${@:-vllm llama_cpp}"; do
+for name in "${@:-vllm llama_cpp guidellm}"; do
     for each in $name; do
         case $each in
-            vllm | llama_cpp) make "$each" ;;
-            *) say "$each is no rival with an environment of its own: vllm, llama_cpp"; exit 2 ;;
+            vllm | llama_cpp | guidellm) make "$each" ;;
+            *) say "$each is no rival with an environment of its own: vllm, llama_cpp, guidellm"; exit 2 ;;
         esac
     done
 done

@@ -14,7 +14,7 @@ from typing import Any
 from harness.launch import Rows, Summary, benchmark_alone
 from harness.options import DTYPES, Options
 
-PARTS = ("answers", "gaps", "trace", "returns", "restart", "throughput", "memory", "vllm")
+PARTS = ("answers", "gaps", "trace", "returns", "restart", "throughput", "memory", "vllm", "guidellm")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
         try:
             found = part.measure(arguments)
         except MegaKVError as error:
-            if name != "vllm":
+            if name not in ("vllm", "guidellm"):
                 raise
             summary["not_run"][name] = str(error)
             print(f"{name}: not measured: {error}", file=sys.stderr)

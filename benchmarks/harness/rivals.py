@@ -239,10 +239,15 @@ def environment(rival: Rival) -> Path:
         raise MegaKVError(reason)
     if rival.environment is None:
         return Path(sys.executable)
-    folder = ENVIRONMENTS / rival.environment
+    return environment_of(rival.environment)
+
+
+def environment_of(name: str) -> Path:
+    """The Python of an environment that rivals.sh makes; why it cannot be had where there is none."""
+    folder = ENVIRONMENTS / name
     if (folder / "ready").exists():
         return folder / "bin" / "python"
-    failed = ENVIRONMENTS / f"{rival.environment}.failed"
+    failed = ENVIRONMENTS / f"{name}.failed"
     raise MegaKVError(failed.read_text().strip() if failed.exists() else "run `bash benchmarks/rivals.sh` first")
 
 
