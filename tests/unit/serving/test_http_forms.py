@@ -28,7 +28,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     tokenizer = byte_level()
     tokenizer.chat_template = TEMPLATE
     folder = save_model(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer) + 3)
-    with megakv.init_inference(str(folder)) as engine:
+    config = {"megakv": {"fairkv": {"budget": 40, "window": 8, "min_tokens": 48}}}
+    with megakv.init_inference(str(folder), config) as engine:
         loop = ServingLoop(engine, ServingSettings(kv_tokens=20_000))
         thread = threading.Thread(target=loop.run)
         thread.start()
@@ -75,6 +76,17 @@ def test_answers_are_of_the_schema(served: Served) -> None:
     streamed = ask(served, form(schema), stream=True, logprobs=True, top_logprobs=2)
     pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
     assert json.loads("".join(pieces)).keys() == schema["properties"].keys()
+
+
+def test_answers_of_compressed_caches_are_too(served: Served) -> None:
+    schema = strict({"right": {"type": "boolean"}})
+    messages: Any = [{"role": "user", "content": prose(80)}]
+    before = served.loop.stats().compressed
+    answer = served.client().chat.completions.create(
+        model=NAME, messages=messages, response_format=form(schema), n=2, extra_body={"compress_cache": True}
+    )
+    assert all(json.loads(choice.message.content)["right"] in (True, False) for choice in answer.choices)
+    assert served.loop.stats().compressed == before + 2
 
 
 def test_any_object(served: Served) -> None:
