@@ -232,6 +232,12 @@ class MegaKVEngine(InferenceEngine):
         return self._runtime.replicas is None
 
     @property
+    def kv_bits(self) -> tuple[int, int] | None:
+        """Bits and groups that offloaded keys and values are rounded to; None where they keep their type."""
+        offload = self._config.megakv.offload
+        return None if not offload.enabled or offload.kv_bits is None else (offload.kv_bits, offload.kv_group)
+
+    @property
     def kv_device(self) -> torch.device:
         """Where caches lie, of whose memory what is kept of them takes more."""
         return self.mesh.device if self._offloader is None else torch.device("cpu")
@@ -242,8 +248,9 @@ class MegaKVEngine(InferenceEngine):
         """
         if self._offloader is None:
             return None
-        own = int(cache.table.counts()[self.mesh.cp_rank].sum())
-        return self._offloader.room(cache, sequences) * cache.length // max(1, own)
+        room, own = self._offloader.room(cache, sequences), int(cache.table.counts()[self.mesh.cp_rank].sum())
+        # Where partitions are uneven, one rank may come to hold nearly all tokens.
+        return room * cache.length // max(1, own) if self._runtime.planner.spreads_evenly else room
 
     def new_cache(self, *, forgets: bool = True, compresses: bool = True) -> ShardedCache:
         """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give.
@@ -298,6 +305,8 @@ class MegaKVEngine(InferenceEngine):
             outer = self._runtime.current
             if outer is not None and outer.pausing and any(outer.holds(cache) for cache in caches):
                 raise ValueError("a cache is part of the pass that pauses: it goes on when that has ended")
+            if self._offloader is not None:
+                self._offloader.take_up(caches[0])
             self._runtime.pauses = pauses
             self._runtime.generation = None if turn is None else Generation(caches[0], turn, 1)
             try:

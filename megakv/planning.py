@@ -81,6 +81,12 @@ class PassPlanner:
         """Whether the last rank keeps what all ranks of a chain compute, and decodes alone."""
         return self.runahead.kv == "last" and self.comm.mesh.cp_size > 1
 
+    @property
+    def spreads_evenly(self) -> bool:
+        """Whether ranks have about as many tokens of every prompt, whatever `auto` chooses."""
+        informed = self.evidence.profile is not None or self.evidence.fit is not None
+        return self.config.prefill != "runahead" and not (self.config.prefill == "auto" and informed)
+
     def decodes(self, workload: Workload, proposed: int = 0) -> bool:
         """Whether a pass, of which some tokens may be candidates, goes the way of decoding.
 

@@ -42,7 +42,7 @@ def joining() -> Iterator[None]:
         yield
     except BaseException as error:
         if broke(error):
-            reason = str(error).splitlines()[0]
+            reason = next(iter(str(error).splitlines()), type(error).__name__)
             raise PeerLostError(f"another rank was lost, or did not answer, before all had met: {reason}") from error
         raise
 

@@ -154,6 +154,13 @@ class Offloader:
         self.schedule.new_run()
         return self._planner
 
+    def take_up(self, cache: ShardedCache) -> None:
+        """A pass of one of several generations comes, each in a cache of its own."""
+        if cache is not self._cache:
+            self._log.clear()
+            self._prefetch.drop_all()
+            self._planner.new_run(0)
+
     # A pass
 
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool, turn: bool) -> None:

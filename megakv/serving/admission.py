@@ -18,7 +18,8 @@ from megakv.serving.stats import Counts
 class Admission:
     """Lets answers in by turns, as far as there is room for their keys and values.
 
-    `capacity` are the tokens that device memory has space for; `disk_keeps_up` whether more can be written to disk.
+    `capacity` are the tokens that device memory has space for, of which what is kept takes a part; or, where there is
+    space for so many `copies` of them, those of caches alone. `disk_keeps_up` says whether more can be written to disk.
     """
 
     def __init__(
@@ -28,11 +29,12 @@ class Admission:
         counts: Counts,
         *,
         capacity: int,
+        copies: int | None,
         disk_keeps_up: Callable[[], bool],
     ):
         self.queue: Queue[Answer] = Queue()
         self.running: list[Answer] = []
-        self.tree, self.counts, self.capacity = tree, counts, capacity
+        self.tree, self.counts, self.capacity, self._copies = tree, counts, capacity, copies
         self._settings, self._disk_keeps_up = settings, disk_keeps_up
         self._numbers = itertools.count(1)
 
@@ -47,10 +49,11 @@ class Admission:
             turn = len(answer.request.prompt) if answer.request.compresses else None
             self.tree.commands.append(Attach(answer.number, (), turn))
             self.advance(answer, now)
-            if not answer.new:
+            if not (answer.new or answer.counted):
+                answer.counted = True
                 self.counts.prompt_tokens += len(answer.request.prompt)
                 answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens)))
-            self.tree.shrink(self.capacity - self._reserved)
+            self.tree.shrink(self.capacity - self._reserved if self._copies is None else self._copies)
 
     @property
     def _reserved(self) -> int:
@@ -58,12 +61,15 @@ class Admission:
         return sum(answer.most - answer.node.end for answer in self.running)
 
     def _fits(self, answer: Answer) -> bool:
+        if len(self.running) >= self._settings.max_sequences:
+            return False
+        if self._copies is not None:
+            return sum(other.most for other in self.running) + answer.most <= self.capacity
         path, matched = self.tree.match(answer.reusable)
         used = 0
         for node in path:
             used += min(len(node.tokens), matched - used) if node.uses else 0
-        needed = self.tree.used_tokens + self._reserved + answer.most - used
-        return len(self.running) < self._settings.max_sequences and needed <= self.capacity
+        return self.tree.used_tokens + self._reserved + answer.most - used <= self.capacity
 
     def _make_space(self, answer: Answer) -> bool:
         """Let those of lower priority wait again, the latest first; what they have computed is kept.

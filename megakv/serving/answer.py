@@ -40,6 +40,8 @@ class Answer:
     cached: int = 0
     hits: int = 0
     failures: int = 0
+    counted: bool = False
+    """Whether its prompt is part of what was counted, and its client knows that it runs."""
     paused: bool = False
     """Part of a pass that others run within: its cache is not to be touched until that has ended."""
     cancelled: bool = False
@@ -92,5 +94,5 @@ class Answer:
 
     def wait(self, root: Node) -> None:
         """It has no cache any more."""
-        self.state, self.node, self.cached, self.number = "waiting", root, 0, 0
+        self.state, self.node, self.cached, self.hits, self.number = "waiting", root, 0, 0, 0
         self.paused = False

@@ -50,10 +50,10 @@ class Outcome:
 class Leader:
     """The answers under way, and those that wait.
 
-    `capacity` are the tokens that there is space for beside what is kept in host memory; `joins` says whether passes
-    may have several sequences, and `keeps` whether prefixes can be kept. `is_here` says whether a node that is being
-    read from disk is there, on this rank; `disk_keeps_up` whether more can be written to it; `held` how many tokens of
-    a cache every context-parallel rank has, by the number that ranks know it by.
+    `capacity` and `copies` are as of `Admission`; `joins` says whether passes may have several sequences, and `keeps`
+    whether prefixes can be kept. `is_here` says whether a node that is being read from disk is there, on this rank;
+    `disk_keeps_up` whether more can be written to it; `held` how many tokens of a cache every context-parallel rank
+    has, by the number that ranks know it by.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class Leader:
         scheduler: Scheduler,
         *,
         capacity: int,
+        copies: int | None = None,
         joins: bool = True,
         keeps: bool = True,
         is_here: Callable[[int], bool] = lambda node: True,
@@ -73,7 +74,9 @@ class Leader:
         self.tree, self.counts = tree, Counts()
         self._joins, self._keeps, self._held = joins, keeps, held
         self._scheduler, self._is_here, self._arrivals = scheduler, is_here, itertools.count()
-        self._admission = Admission(settings, tree, self.counts, capacity=capacity, disk_keeps_up=disk_keeps_up)
+        self._admission = Admission(
+            settings, tree, self.counts, capacity=capacity, copies=copies, disk_keeps_up=disk_keeps_up
+        )
         self._by_id: dict[str, Answer] = {}
         # Of those whose passes have no other, who has not had one since the last of all others.
         self._alone: list[Answer] = []
@@ -296,13 +299,16 @@ class Leader:
     # Failures
 
     def recover(self, message: str) -> None:
-        """A plan failed: nothing that is in memory counts any more. Answers begin anew, unless that was tried."""
+        """A plan failed: nothing that is in memory counts any more. Answers begin anew, unless those that were part of
+        it have tried that.
+        """
         self.tree.forget_memory()
+        part = [answer for each in self._passes for answer, _ in each.parts]
         self._reset, again = True, self.running
         self._admission.running, self._passes, self._paused_at, self._alone = [], [], None, []
         for answer in reversed(again):
             answer.wait(self.tree.root)
-            answer.failures += 1
+            answer.failures += not part or answer in part
             if answer.cancelled:
                 self._finish(answer, Finished("cancelled"))
             elif answer.failures >= MOST_FAILURES:

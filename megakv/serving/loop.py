@@ -72,6 +72,9 @@ class ServingLoop:
         if settings.store is not None:
             heads = engine.heads_here.heads, engine.heads_here.copies
             identity = f"{fingerprint(engine.module)} {engine.weights_digest} {engine.module.dtype} {heads}"
+            if engine.kv_bits is not None:
+                # What was rounded is not for those who did not ask for it.
+                identity += f" {engine.kv_bits}"
             self._folder = PrefixFolder(settings.store, identity, engine.mesh)
         self._store = PrefixStore(engine.kv_device, self._folder)
         self._worker = Worker(engine, self._comm, self._store)
@@ -213,6 +216,7 @@ class ServingLoop:
                 tree,
                 scheduler,
                 capacity=self._kv.tokens,
+                copies=self._kv.copies,
                 joins=self._engine.joins,
                 keeps=self._engine.gives_spans,
                 is_here=self._store.is_here,

@@ -18,10 +18,14 @@ SHARE = 0.5
 
 @dataclass(frozen=True)
 class KVMemory:
-    """Space for so many `tokens`; each takes `token_bytes`, over all ranks."""
+    """Space for so many `tokens`; each takes `token_bytes`, over all ranks.
+
+    Where what is kept of caches does not lie in their memory, there is space for so many `copies` beside them.
+    """
 
     tokens: int
     token_bytes: int
+    copies: int | None = None
 
     def on_disk(self, gigabytes: float) -> int:
         """Tokens for which a store of that size has space."""
@@ -30,23 +34,29 @@ class KVMemory:
 
 def measured_memory(comm: Communicator, nbytes: float, tokens: int | None, room: int | None) -> KVMemory:
     """For so many `tokens`, or as many as half of every rank's free memory holds, where a token takes so much on this
-    rank; or for as many as all have `room` for in tiers. Collective.
+    rank; or for as many as all have `room` for in tiers, and copies of no more in that memory. Collective.
+
+    A ValueError where so many `tokens` have no room there.
     """
     device = comm.mesh.device
-    if device.type == "cpu":
+    if device.type == "cpu" or room is not None:
         free = (available_memory() or psutil.virtual_memory().available) // comm.watch.neighbours
     else:
         free = int(get_accelerator().available_memory(device.index))
-    ranks = comm.gather_objects((nbytes, int(SHARE * free / max(1.0, nbytes)) if room is None else room))
-    fits = min(fits for _, fits in ranks)
+    ranks = comm.gather_objects((nbytes, int(SHARE * free / max(1.0, nbytes)), room))
+    fits, token_bytes = min(fits for _, fits, _ in ranks), round(sum(each for each, _, _ in ranks))
+    if rooms := [own for _, _, own in ranks if own is not None]:
+        wanted = min(rooms) if tokens is None else tokens
+        if not 0 < wanted <= min(rooms):
+            raise ValueError(
+                f"megakv.offload.host_gb and disk_gb have room for {min(rooms)} tokens of max_sequences, each of which "
+                f"takes pages of its own, and kv_tokens = {tokens or 'as many as fit'}: raise them, or lower "
+                "kv_tokens, max_sequences or megakv.offload.page_kib"
+            )
+        return KVMemory(wanted, token_bytes, min(fits, wanted))
     if tokens is None and fits < 1:
-        raise MegaKVError(
-            "no memory is left for keys and values: set kv_tokens, or free some"
-            if room is None
-            else "megakv.offload.host_gb has too few pages for max_sequences, each of which needs some of its own: "
-            "raise it, or lower megakv.offload.page_kib or max_sequences"
-        )
-    return KVMemory(fits if tokens is None else tokens, round(sum(each for each, _ in ranks)))
+        raise MegaKVError("no memory is left for keys and values: set kv_tokens, or free some")
+    return KVMemory(fits if tokens is None else tokens, token_bytes)
 
 
 def memory_in_use(device: torch.device) -> int:

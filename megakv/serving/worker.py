@@ -41,6 +41,8 @@ class Worker:
         """Carry out a plan's commands; what of the disk could not be read, by node, on any rank, and why."""
         unread: dict[int, str] = {}
         if plan.reset:
+            for cache in self._caches.values():
+                cache.reset()
             self._caches.clear()
             self._turns.clear()
             self._store.forget()
@@ -55,7 +57,8 @@ class Worker:
                         self._turns[sequence] = Turn(0, turn)
                     self._store.attach(nodes, self._caches[sequence])
                 case Close(sequence):
-                    del self._caches[sequence]
+                    # Whoever still knows it holds no memory.
+                    self._caches.pop(sequence).reset()
                     self._turns.pop(sequence, None)
                 case Await():
                     for failed in self._comm.gather_objects(self._store.receive(command)):

@@ -71,15 +71,19 @@ class Stream:
 
 
 class Simulation:
-    """A leader, and ranks that do as it says."""
+    """A leader, and ranks that do as it says; with `copies`, caches share no memory with what is kept, nor passes."""
 
-    def __init__(self, settings: ServingSettings, *, machine: Machine | None = None, disk: int = 0):
+    def __init__(
+        self, settings: ServingSettings, *, machine: Machine | None = None, disk: int = 0, copies: int | None = None
+    ):
         self.now = 0.0
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
         scheduler = Scheduler(settings, PassTimes(), LAYERS)
         capacity = settings.kv_tokens or 1 << 40
-        self.leader = Leader(settings, self.tree, scheduler, capacity=capacity, clock=lambda: self.now)
+        self._room, self._copies = capacity, copies
+        space: dict[str, Any] = {"capacity": capacity, "copies": copies, "joins": copies is None}
+        self.leader = Leader(settings, self.tree, scheduler, **space, clock=lambda: self.now)
         self.within: Callable[[], None] = lambda: None
         """What happens in a pause, of which there were so many."""
         self.pauses = 0
@@ -124,6 +128,7 @@ class Simulation:
 
     def _carry_out(self, plan: Plan) -> None:
         unread = self._prepare(plan)
+        assert self._copies is None or sum(map(len, self.caches.values())) <= self._room
         self.leader.computes()
         began, logits = self.now, self._compute(plan)
         self.leader.absorb(Outcome(self.now - began, logits, unread))
@@ -189,6 +194,7 @@ class Simulation:
             assert pasts[0] + new <= turn or (pasts[0] >= turn and new == 1)
         for row, (sequence, tokens) in enumerate(zip(plan.sequences, plan.tokens, strict=True)):
             self.caches[sequence] += tokens
+            assert self._copies is None or len(plan.sequences) == 1
             logits[row, next_token(self.caches[sequence])] = 1.0
         counts = [len(tokens) for tokens in plan.tokens]
         decodes = [count == 1 for count in counts]

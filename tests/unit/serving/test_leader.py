@@ -34,11 +34,15 @@ def unbounded(prompts: list[tuple[int, ...]]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kv_tokens", "host", "disk"), [(None, 0, 0), (300, 0, 0), (300, 200, 0), (300, 100, 500), (200, 0, 10_000)]
+    ("kv_tokens", "host", "disk", "copies"),
+    [
+        *((None, 0, 0, None), (300, 0, 0, None), (300, 200, 0, None), (300, 100, 500, None), (200, 0, 10_000, None)),
+        *((300, 0, 0, 200), (200, 100, 500, 50)),
+    ],
 )
-def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, disk: int) -> None:
+def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, disk: int, copies: int | None) -> None:
     settings = ServingSettings(kv_tokens=kv_tokens, host_kv_tokens=host, max_sequences=5)
-    simulation = Simulation(settings, disk=disk)
+    simulation = Simulation(settings, disk=disk, copies=copies)
     known: list[tuple[int, ...]] = []
     names: list[str] = []
     for number in range(150):
@@ -57,7 +61,7 @@ def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, 
             simulation.breaks.append(random.choice(list(simulation.files)))
         if random.random() < 0.03:
             simulation.step(fails=True)
-        if kv_tokens is not None:
+        if kv_tokens is not None and copies is None:
             assert simulation.tree.held["device"] <= kv_tokens
     simulation.run()
     simulation.check_answers()
@@ -66,6 +70,17 @@ def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, 
     assert not simulation.caches
     assert simulation.tree.used_tokens == 0
     assert simulation.leader.counts.requests == len(names)
+    progress = [each for stream in simulation.streams.values() for each in stream.progress]
+    assert all(each.cached <= each.read <= each.total for each in progress)
+
+
+def test_an_answer_that_fails_alone_takes_no_other_with_it() -> None:
+    simulation = Simulation(ServingSettings(), copies=1000)
+    streams = [simulation.submit(str(number), tokens(20), 5) for number in range(3)]
+    for _ in range(2):
+        simulation.step(fails=True)
+    simulation.run()
+    assert [stream.finished.why for stream in streams if stream.finished] == ["error", "length", "length"]
 
 
 def test_what_is_computed_is_what_an_unbounded_cache_would() -> None:
