@@ -69,7 +69,7 @@ def test_caches_are_compressed_where_that_is_asked_for(tmp_path: Path, model: Pa
 @pytest.mark.parametrize(
     ("mesh", "stage"),
     [
-        pytest.param(mesh, stage, marks=pytest.mark.drawn("own passes"))
+        pytest.param(mesh, stage, marks=pytest.mark.drawn(2, "own passes"))
         for mesh, stage in (("2x1", "offload"), ("1x2", "offload"), ("1x2", "mapping"), ("2x2", "mapping"))
     ],
 )
