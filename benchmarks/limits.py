@@ -34,6 +34,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add(
         "--context", {"": 7900, "quick": 500}, "around, decoding: cached tokens of the model of SmolLM2's shape"
     )
+    options.numbers("--batches", {"": "1,4,16", "quick": "1,4"}, "decoding: sequences at a time")
     arguments = options.parse(argv)
     if arguments.groups[-1] > arguments.heads:
         options.error(f"--heads {arguments.heads} is less than --groups {arguments.groups[-1]}")

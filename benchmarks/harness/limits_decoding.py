@@ -1,4 +1,7 @@
-"""A token of two context-parallel ranks of one thread, against one rank that has both threads: the same cores."""
+"""A token of two context-parallel ranks of one thread, against one rank that has both threads: the same cores.
+
+Of one sequence, and of several at a time.
+"""
 
 from __future__ import annotations
 
@@ -22,22 +25,23 @@ STEPS = 16
 
 
 def measure(arguments: argparse.Namespace) -> Rows:
-    """A row for each type: seconds per token of each round, in which both take their turn."""
+    """A row for each type and batch: seconds per token of each round, in which both take their turn."""
     rows = []
     for dtype in arguments.dtypes:
         with ExitStack() as owned:
             worlds = {"cp2_seconds": _start(owned, RANKS, 1, dtype, arguments.context)}
             worlds["seconds"] = _start(owned, 1, RANKS, dtype, arguments.context)
-            seconds: dict[str, list[float]] = {name: [] for name in worlds}
-            for index in tqdm(range(arguments.repeats + 1), desc=f"decoding, {dtype}"):
-                for name, pipes in worlds.items():
-                    for pipe in pipes:
-                        pipe.send(STEPS)
-                    # All ranks are at a token's end at the same time.
-                    taken = [pipe.recv() for pipe in pipes][0]
-                    if index:
-                        seconds[name].append(median(taken).value)
-        rows.append({"dtype": dtype, "context": arguments.context, **seconds})
+            for batch in arguments.batches:
+                seconds: dict[str, list[float]] = {name: [] for name in worlds}
+                for index in tqdm(range(arguments.repeats + 1), desc=f"decoding, {dtype}, batch {batch}"):
+                    for name, pipes in worlds.items():
+                        for pipe in pipes:
+                            pipe.send((batch, STEPS))
+                        # All ranks are at a token's end at the same time.
+                        taken = [pipe.recv() for pipe in pipes][0]
+                        if index:
+                            seconds[name].append(median(taken).value)
+                rows.append({"dtype": dtype, "context": arguments.context, "batch": batch, **seconds})
     return rows
 
 
@@ -77,16 +81,19 @@ def _serve(
     world = join_world(threads, shared_memory=False, timeout_s=600.0)
     with torch.no_grad():
         model = without_stop(drawn_model(SMOLLM2, DTYPES[dtype]))
-        ids = random_ids(SMOLLM2.vocab_size, context + 1, torch.device("cpu"))
-        shard = sharded_cache(model, world, batch=1, tokens=context)
+        batch = 0
         section = {"context_parallel": {"size": ranks, "decode": "tensor"}}
         with megakv.init_inference(model, {"dtype": dtype, "megakv": section}) as engine:
             pipe.send(None)
             while True:
                 try:
-                    steps = pipe.recv()
+                    wanted, steps = pipe.recv()
                 except EOFError:
                     break
+                if wanted != batch:
+                    batch = wanted
+                    ids = random_ids(SMOLLM2.vocab_size, context + 1, torch.device("cpu"), batch)
+                    shard = sharded_cache(model, world, batch=batch, tokens=context)
                 shard.cut_back(context)
                 pipe.send(timed(lambda ids, **options: engine.generate_into(shard, ids, **options), ids, steps))
     world.leave()
@@ -96,16 +103,24 @@ def report(rows: Rows) -> tuple[Summary, list[Any]]:
     """Milliseconds per token and their ratios, which are put into the rows; and the chart."""
     for row in rows:
         row["ratio"] = paired_ratio(row["cp2_seconds"], row["seconds"]).to_json()
-    show(rows, "dtype context seconds:ms cp2_seconds:ms ratio", "A token of 1 rank x 2 threads, and CP 2 x 1 thread")
-    summary = {"ttit_cp2_over_one": {row["dtype"]: row["ratio"]["value"] for row in rows}}
+    show(
+        rows,
+        "dtype context batch seconds:ms cp2_seconds:ms ratio",
+        "A step of 1 rank x 2 threads, and CP 2 x 1 thread",
+    )
+    single: Summary = {row["dtype"]: row["ratio"]["value"] for row in rows if row["batch"] == 1}
+    summary = {
+        "ttit_cp2_over_one": single,
+        "step_cp2_over_one": {f"{row['dtype']}, batch {row['batch']}": row["ratio"]["value"] for row in rows},
+    }
     drawn = [
-        {"case": row["dtype"], "what": what, "ms": [1e3 * each for each in row[name]]}
+        {"case": f"{row['dtype']}, batch {row['batch']}", "what": what, "ms": [1e3 * each for each in row[name]]}
         for row in rows
         for what, name in (("1 rank x 2 threads", "seconds"), ("CP 2 x 1 thread", "cp2_seconds"))
     ]
     words = {
-        "title": "A token on two cores",
+        "title": "A step on two cores",
         "subtitle": f"SmolLM2's shape, {rows[0]['context']:,} cached tokens; median, 95% interval",
-        "y_label": "ms per token, less is better",
+        "y_label": "ms per step, less is better",
     }
     return summary, [groups("decoding", drawn, "case", "what", "ms", **words)]

@@ -71,12 +71,15 @@ def test_a_token_beside_transformers_own(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_a_token_of_two_ranks_beside_one_s(tmp_path: Path) -> None:
     path = tmp_path / "limits.json"
-    done = run("--parts", "decoding", "--context", "50", "--dtypes", "bf16", "--repeats", "1", "--json", path)
+    asked = ["--parts", "decoding", "--context", "50", "--dtypes", "bf16", "--batches", "1,3", "--repeats", "1"]
+    done = run(*asked, "--json", path)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
-    (row,) = report["rows"]
+    row, other = report["rows"]
+    assert (row["batch"], other["batch"]) == (1, 3)
     assert row["ratio"]["value"] == pytest.approx(row["cp2_seconds"][0] / row["seconds"][0])
     assert report["summary"]["ttit_cp2_over_one"] == {"bf16": row["ratio"]["value"]}
+    assert list(report["summary"]["step_cp2_over_one"]) == ["bf16, batch 1", "bf16, batch 3"]
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def test_the_host_waits_for_no_row_that_it_does_not_attend_to(offloaded: Any, mo
     found = PagedRows.runs_in_memory
 
     def watched(self: PagedRows, count: int, first: int = 0) -> Any:
-        pages = self._pages[: -(-count // self._per_page)]
+        pages = self._pages[: -(-count // self.per_page)]
         waited.append(not all(page.written is None or page.written.done for page in pages))
         return found(self, count, first)
 
