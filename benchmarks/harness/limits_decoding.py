@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -95,7 +96,7 @@ def _serve(
                     ids = random_ids(SMOLLM2.vocab_size, context + 1, torch.device("cpu"), batch)
                     shard = sharded_cache(model, world, batch=batch, tokens=context)
                 shard.cut_back(context)
-                pipe.send(timed(lambda ids, **options: engine.generate_into(shard, ids, **options), ids, steps))
+                pipe.send(timed(partial(engine.generate_into, shard), ids, steps))
     world.leave()
 
 
