@@ -47,7 +47,7 @@ def _run(python: Path, server: Server, arguments: argparse.Namespace, streams: i
             "--constraint": f"kind=max_requests,count={requests}",
             "--tokenizer": f"kind=huggingface_auto,model={arguments.model}",
             "--data": f"kind=synthetic_text,{data}",
-            "--seed": f"kind=static,seed={arguments.seed + streams}",
+            "--seed": f"kind=static,value={arguments.seed + streams}",
             "--output": f"kind=json,path={path}",
         }
         command = [str(python.parent / "guidellm"), "run", "--disable-console"]

@@ -47,7 +47,9 @@ class Channel:
     async def take(self, seconds: float) -> list[tuple[int, Event]]:
         """All events that have come, once there are any; none where none came for so long."""
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._ready.wait(), seconds)
+            # Unlike `wait_for` it makes no task, for every token of every stream.
+            async with asyncio.timeout(seconds):
+                await self._ready.wait()
         with self._lock:
             self._ready.clear()
             events = list(self._events)
