@@ -30,13 +30,15 @@ def measure(arguments: argparse.Namespace) -> Rows:
     python, rows = environment_of("guidellm"), []
     for name in ("megakv", "vllm"):
         with megakv_server(arguments) if name == "megakv" else VllmServer(arguments) as server:
-            _run(python, server, arguments, 1)
+            # Of other prompts: both servers keep what they have read.
+            _run(python, server, arguments, 1, seed=arguments.seed)
             for streams in tqdm(arguments.concurrent, desc=f"guidellm, {name}"):
-                rows.append({"server": name, **_run(python, server, arguments, streams)})
+                found = _run(python, server, arguments, streams, seed=arguments.seed + streams)
+                rows.append({"server": name, **found})
     return rows
 
 
-def _run(python: Path, server: Server, arguments: argparse.Namespace, streams: int) -> dict[str, Any]:
+def _run(python: Path, server: Server, arguments: argparse.Namespace, streams: int, *, seed: int) -> dict[str, Any]:
     requests = max(streams, LEAST_REQUESTS)
     with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as folder:
         path = Path(folder) / "report.json"
@@ -47,7 +49,7 @@ def _run(python: Path, server: Server, arguments: argparse.Namespace, streams: i
             "--constraint": f"kind=max_requests,count={requests}",
             "--tokenizer": f"kind=huggingface_auto,model={arguments.model}",
             "--data": f"kind=synthetic_text,{data}",
-            "--seed": f"kind=static,value={arguments.seed + streams}",
+            "--seed": f"kind=static,value={seed}",
             "--output": f"kind=json,path={path}",
         }
         command = [str(python.parent / "guidellm"), "run", "--disable-console"]
