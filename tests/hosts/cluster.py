@@ -21,7 +21,7 @@ from tests.distributed.launch import ROOT, Result
 from tests.hosts import secure_shell
 from tests.hosts.control import VARIABLE, ControlServer
 from tests.hosts.links import INTERFACE, SUBNET, Links
-from tests.hosts.namespace import Namespace
+from tests.hosts.namespace import END_S, Namespace
 from tests.hosts.running import Running
 from tests.hosts.tools import find, search_path, unavailable
 
@@ -188,7 +188,10 @@ class Hosts:
                 if listener.stdout.readline() != "ready\n":
                     raise RuntimeError(f"{self.names[target]} cannot listen")
                 trip = self._machines[source].run(*script, "send", self.addresses[target])
-                return Measurement(json.loads(listener.stdout.readline()), json.loads(trip))
+                measured = Measurement(json.loads(listener.stdout.readline()), json.loads(trip))
+                # Killed, it would leave its process on the host for as long as that takes to end.
+                listener.wait(END_S)
+                return measured
             finally:
                 listener.kill()
 
