@@ -1,9 +1,10 @@
-"""Answers of a given form, as JSON of a schema: which tokens may come next, by llguidance."""
+"""Answers of a given form, JSON of a schema or calls of functions: which tokens may come next, by llguidance."""
 
 from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,8 @@ MOST_BYTES, MOST_PARTS, MOST_COUNT = 1 << 16, 10_000, 1_000
 COUNTS = frozenset(f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties"))
 GUIDANCE = "x-guidance"
 """With it a schema would say how the library is to read it."""
+CALL_NAME, CALL_ARGUMENTS, CALL_END = '{"name":', ',"parameters":', "}"
+"""What a call's two values stand between."""
 STEP_FUEL, STEP_ITEMS, SYMBOLS = 50_000, 10_000, 50_000
 """What a token may cost, and how large a grammar may be: a few milliseconds, in the thread that serves everyone."""
 
@@ -34,10 +37,41 @@ class Form:
     def json(cls, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
         """That of a JSON schema; a ValueError says what of the schema cannot be."""
         text = json.dumps({name: value for name, value in schema.items() if name != GUIDANCE})
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"the schema has {len(text)} bytes; allowed: {MOST_BYTES}")
+        check_size(text, "the schema has")
         check_counts(schema)
-        grammar = LLMatcher.grammar_from_json_schema(text, overrides=COMPACT)
+        return cls._of(LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), tokenizer)
+
+    @classmethod
+    def arguments(cls, name: str, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
+        """That of the arguments of one function, which are an object."""
+        try:
+            if schema["type"] != "object":
+                raise ValueError(f"type = {schema['type']!r}: allowed: 'object'")
+            return cls.json(schema, tokenizer)
+        except ValueError as error:
+            raise ValueError(f"parameters of {name!r}: {error}") from error
+
+    @classmethod
+    def calls(cls, functions: Sequence[tuple[str, dict[str, Any]]], tokenizer: LLTokenizer, *, several: bool) -> Form:
+        """That of a JSON array of one call or `several`, each of a function by its name, with parameters of its schema.
+
+        Every schema stays a document of its own, in which its references hold.
+        """
+        rules = ['start: "[" call ("," call)* "]"' if several else 'start: "[" call "]"']
+        rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
+        for number, (name, schema) in enumerate(functions):
+            head = json.dumps(f"{CALL_NAME}{json.dumps(name)}{CALL_ARGUMENTS}")
+            parameters = json.dumps({**schema, GUIDANCE: COMPACT})
+            rules.append(f"call_{number}: {head} %json {parameters} {json.dumps(CALL_END)}")
+        text = "\n".join(rules)
+        check_size(text, "the schemas of all functions together have")
+        for name, schema in functions:
+            # By itself what is wrong with one has the function's name.
+            cls.arguments(name, schema, tokenizer)
+        return cls._of(LLMatcher.grammar_from_lark(text), tokenizer)
+
+    @classmethod
+    def _of(cls, grammar: str, tokenizer: LLTokenizer) -> Form:
         limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, max_grammar_size=SYMBOLS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
@@ -71,6 +105,12 @@ class FormState:
     def problem(self) -> str:
         """Why nothing more can come; empty where it can."""
         return self._matcher.get_error().strip().splitlines()[0] if self._matcher.is_error() else ""
+
+
+def check_size(text: str, whose: str) -> None:
+    """Refuse schemas that are too long: a ValueError."""
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"{whose} {len(text)} bytes; allowed: {MOST_BYTES}")
 
 
 def check_counts(schema: Any) -> None:
