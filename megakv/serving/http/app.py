@@ -19,19 +19,13 @@ from megakv.serving.http.completions import CompletionAnswer, prompts_of
 from megakv.serving.http.conversations import Conversations, Turn
 from megakv.serving.http.errors import ApiError, unavailable, wrong_fields
 from megakv.serving.http.handlers import HANDLERS
+from megakv.serving.http.held import Held, held_to
 from megakv.serving.http.metrics import Metrics
 from megakv.serving.http.page import Page
-from megakv.serving.http.parts import AnswerParts
+from megakv.serving.http.parts import Parts, free_parts
+from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.responses import ResponseAnswer, messages_of
-from megakv.serving.http.schemas import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    ResponseBody,
-    ResponseFormat,
-    SamplingBody,
-    TextFormat,
-)
+from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, SamplingBody
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.status import status
@@ -82,10 +76,9 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         body = await self._body(request, ChatBody)
+        held = held_to(body, body.response_format)
         messages = [message.template_values() for message in body.messages]
-        tools = (
-            None if body.tool_choice == "none" else [tool.model_dump(exclude_none=True) for tool in body.tools or []]
-        )
+        tools = [function.template_values() for function in body.functions]
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options["reasoning_effort"] = body.reasoning_effort
@@ -102,10 +95,11 @@ class Service:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
             special=self._served.answer_template is not None,
-            form=await self._form(body, body.response_format, tools),
+            form=await self._form(held),
         )
         answers = self._answers(call)
-        writer = ChatAnswer(self._served, body, call, answers, tools)
+        parts = [self._parts(held, prompt, tools) for _ in range(answers.count)]
+        writer = ChatAnswer(self._served, body, answers, parts)
         return await self._answered(request, body, answers, writer)
 
     async def completions(self, request: Request) -> Response:
@@ -132,16 +126,14 @@ class Service:
     async def responses(self, request: Request) -> Response:
         """``/v1/responses``."""
         body = await self._body(request, ResponseBody)
+        held = held_to(body, body.text.format if body.text else None)
         owner, previous = _owner(request), None
         if body.previous_response_id is not None:
             previous = self._turn(body.previous_response_id, owner)
         added = messages_of(body)
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        tools = None
-        if body.tools and body.tool_choice != "none":
-            functions = [tool.model_dump(exclude_none=True, exclude={"type", "strict"}) for tool in body.tools]
-            tools = [{"type": "function", "function": function} for function in functions]
+        tools = [function.template_values() for function in body.functions]
         prompt = await self._chat_tokens([*system, *before, *added], tools, {})
         call = make_call(
             body,
@@ -152,7 +144,7 @@ class Service:
             asked=body.max_output_tokens,
             usual=None,
             special=self._served.answer_template is not None,
-            form=await self._form(body, body.text.format if body.text else None, tools),
+            form=await self._form(held),
         )
         name = f"resp_{uuid.uuid4().hex}"
 
@@ -162,8 +154,7 @@ class Service:
                 self._conversations.keep(name, turn)
 
         answers = self._answers(call)
-        parts = AnswerParts(self._served, prompt, tools, formed=call.form is not None)
-        writer = ResponseAnswer(name, body, parts, answers, keep)
+        writer = ResponseAnswer(name, body, self._parts(held, prompt, tools), answers, keep)
         return await self._answered(request, body, answers, writer)
 
     async def kept_response(self, request: Request, name: str) -> Response:
@@ -238,21 +229,17 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     async def _chat_tokens(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> tuple[int, ...]:
         # Templates know the older name alone.
         named = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
         return await self._in_worker(self._served.encode_chat, named, tools or None, options)
 
-    async def _form(self, body: SamplingBody, given: TextFormat | ResponseFormat | None, tools: Any) -> Form | None:
-        schema = None if given is None else given.schema_of_json
-        if schema is None:
-            return None
-        if tools or body.ignore_eos:
-            what = "tools" if tools else "ignore_eos"
-            message = f"response_format: JSON is not answered together with {what}; leave one of the two out"
-            raise ApiError(400, message, code="invalid_value", param="response_format")
-        return await self._in_worker(self._served.form, schema)
+    async def _form(self, held: Held | None) -> Form | None:
+        return None if held is None else await self._in_worker(self._served.form, held.form, held.field)
+
+    def _parts(self, held: Held | None, prompt: tuple[int, ...], tools: list[dict[str, Any]]) -> Parts:
+        return free_parts(self._served, prompt, tools) if held is None else held.parts()
 
     async def _in_worker(self, work: Callable[..., R], *values: Any) -> R:
         return await asyncio.get_running_loop().run_in_executor(self._served.workers, work, *values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
@@ -17,9 +17,8 @@ from openai.types.completion_usage import CompletionUsage, PromptTokensDetails
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.http.answers import Answers, Piece, Usage
-from megakv.serving.http.call import Call
 from megakv.serving.http.logprobs import chat_logprobs
-from megakv.serving.http.parts import AnswerParts, Part, call_id
+from megakv.serving.http.parts import MoreArguments, Part, Parts, call_id
 from megakv.serving.http.schemas import ChatBody
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.stream import BEAT, DONE, data
@@ -46,11 +45,9 @@ def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
 class ChatAnswer:
     """Writes the answers to one call of the endpoint."""
 
-    def __init__(self, served: ServedModel, body: ChatBody, call: Call, answers: Answers, tools: Any):
-        self._served, self._body, self._answers = served, body, answers
+    def __init__(self, served: ServedModel, body: ChatBody, answers: Answers, parts: Sequence[Parts]):
+        self._served, self._body, self._answers, self._parts = served, body, answers, parts
         self._id, self._created, self._began = f"chatcmpl-{uuid.uuid4().hex}", int(time.time()), time.monotonic()
-        formed = call.form is not None
-        self._parts = [AnswerParts(served, call.prompts[0], tools, formed=formed) for _ in range(answers.count)]
         self._calls = [0] * answers.count  # Of tools, by answer.
 
     async def whole(self) -> ChatCompletion:
@@ -71,7 +68,7 @@ class ChatAnswer:
             if self._body.logprobs:
                 logprobs = ChoiceLogprobs(content=chat_logprobs(self._served.tokenizer, tokens[index]))
             message = _message(parts[index])
-            end: Any = "tool_calls" if message.tool_calls else ends[index]
+            end = self._end(ends[index], called=bool(message.tool_calls))
             choices.append(Choice(index=index, message=message, finish_reason=end, logprobs=logprobs))
         return ChatCompletion(
             id=self._id,
@@ -87,10 +84,9 @@ class ChatAnswer:
         options = self._body.stream_options
         usage = options is not None and options.include_usage
         running = options is not None and options.continuous_usage_stats
+        begun = ChoiceDelta(role="assistant", content=None if self._body.must_call else "")
         for index in range(self._answers.count):
-            yield self._chunk(
-                [ChunkChoice(index=index, delta=ChoiceDelta(role="assistant", content=""), finish_reason=None)]
-            )
+            yield self._chunk([ChunkChoice(index=index, delta=begun, finish_reason=None)])
         async for piece in self._answers.pieces():
             if piece is None:
                 yield BEAT
@@ -112,12 +108,16 @@ class ChatAnswer:
         if self._body.logprobs and piece.tokens:
             if not found:
                 # Its text may come later, or be none.
-                found.append(ChunkChoice(index=piece.index, delta=ChoiceDelta(content=""), finish_reason=None))
+                found.append(ChunkChoice(index=piece.index, delta=ChoiceDelta(), finish_reason=None))
             found[0].logprobs = ChunkLogprobs(content=chat_logprobs(self._served.tokenizer, piece.tokens))
         if piece.finish is not None:
-            end: Any = "tool_calls" if self._calls[piece.index] else piece.finish
+            end = self._end(piece.finish, called=self._calls[piece.index] > 0)
             found.append(ChunkChoice(index=piece.index, delta=ChoiceDelta(), finish_reason=end))
         return found
+
+    def _end(self, why: str, *, called: bool) -> Any:
+        """As OpenAI says it: whoever has named a function is not told that the answer is a call."""
+        return "tool_calls" if called and why == "stop" and self._body.named is None else why
 
     def _delta(self, index: int, part: Part) -> ChoiceDelta:
         if isinstance(part, ToolCall):
@@ -125,6 +125,9 @@ class ChatAnswer:
             call = ChoiceDeltaToolCall(index=self._calls[index], id=call_id(), type="function", function=function)
             self._calls[index] += 1
             return ChoiceDelta(tool_calls=[call])
+        if isinstance(part, MoreArguments):
+            more = ChoiceDeltaToolCallFunction(arguments=part.text)
+            return ChoiceDelta(tool_calls=[ChoiceDeltaToolCall(index=self._calls[index] - 1, function=more)])
         if isinstance(part, ReasoningText):
             return ChoiceDelta.model_validate({"reasoning_content": str(part)})
         return ChoiceDelta(content=part)
@@ -142,17 +145,24 @@ class ChatAnswer:
 
 
 def _message(parts: list[Part]) -> ChatCompletionMessage:
-    calls = [
-        ChatCompletionMessageFunctionToolCall(
-            id=call_id(), type="function", function=Function(name=part.name, arguments=part.arguments)
-        )
-        for part in parts
-        if isinstance(part, ToolCall)
-    ]
-    content = "".join(part for part in parts if isinstance(part, str) and not isinstance(part, ReasoningText))
+    functions: list[Function] = []
+    content = reasoning = ""
+    for part in parts:
+        if isinstance(part, ToolCall):
+            functions.append(Function(name=part.name, arguments=part.arguments))
+        elif isinstance(part, MoreArguments):
+            functions[-1].arguments += part.text
+        elif isinstance(part, ReasoningText):
+            reasoning += part
+        else:
+            content += part
     values: dict[str, Any] = {"role": "assistant", "content": content}
-    if reasoning := "".join(part for part in parts if isinstance(part, ReasoningText)):
+    if reasoning:
         values["reasoning_content"] = reasoning
-    if calls:
+    if functions:
+        calls = [
+            ChatCompletionMessageFunctionToolCall(id=call_id(), type="function", function=function)
+            for function in functions
+        ]
         values |= {"tool_calls": calls, "content": content or None}
     return ChatCompletionMessage(**values)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, Literal
 
 from openai.types.responses import (
     Response,
@@ -21,8 +21,15 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 from megakv.serving.http.answers import Answers, Piece
 from megakv.serving.http.chat import prompt_progress
 from megakv.serving.http.errors import ApiError
-from megakv.serving.http.parts import AnswerParts, call_id
-from megakv.serving.http.schemas import Message, ResponseBody, ResponseCall, ResponseCallOutput, ResponseMessage
+from megakv.serving.http.parts import MoreArguments, Part, Parts, call_id
+from megakv.serving.http.response_schemas import (
+    ResponseBody,
+    ResponseCall,
+    ResponseCallOutput,
+    ResponseMessage,
+    ResponseNamedTool,
+)
+from megakv.serving.http.schemas import Message
 from megakv.serving.http.stream import BEAT
 from megakv.serving.request import Progress
 
@@ -55,10 +62,11 @@ Kept = Callable[[Response, dict[str, Any]], None]
 class ResponseAnswer:
     """Writes the answer to one call of the endpoint."""
 
-    def __init__(self, name: str, body: ResponseBody, parts: AnswerParts, answers: Answers, keep: Kept):
+    def __init__(self, name: str, body: ResponseBody, parts: Parts, answers: Answers, keep: Kept):
         self._body, self._parts, self._answers, self._keep = body, parts, answers, keep
         self._name, self._created, self._began = name, time.time(), time.monotonic()
         self._message, self._text, self._finish = f"msg_{uuid.uuid4().hex}", "", ""
+        self._where: dict[str, Any] = {"item_id": self._message, "output_index": 0, "content_index": 0}
         self._calls: list[ResponseFunctionToolCall] = []
         self._number = 0
 
@@ -67,17 +75,18 @@ class ResponseAnswer:
         async with self._answers:
             async for piece in self._answers.pieces():
                 if isinstance(piece, Piece):
-                    self._take(piece)
+                    for _ in self._taken(piece):
+                        pass
         return self._finished()
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as it comes."""
         yield self._event("response.created", response=self._response("in_progress"))
         yield self._event("response.in_progress", response=self._response("in_progress"))
-        where: dict[str, Any] = {"item_id": self._message, "output_index": 0, "content_index": 0}
-        empty = self._output_message("", "in_progress")
-        yield self._event("response.output_item.added", output_index=0, item={**empty.model_dump(), "content": []})
-        yield self._event("response.content_part.added", part=_text_part(""), **where)
+        if not self._body.must_call:
+            empty = self._output_message("", "in_progress")
+            yield self._event("response.output_item.added", output_index=0, item={**empty.model_dump(), "content": []})
+            yield self._event("response.content_part.added", part=_text_part(""), **self._where)
         try:
             async for piece in self._answers.pieces():
                 if piece is None:
@@ -88,41 +97,62 @@ class ResponseAnswer:
                         yield self._event(
                             "response.in_progress", response=self._response("in_progress"), prompt_progress=progress
                         )
-                elif delta := self._take(piece):
-                    yield self._event("response.output_text.delta", delta=delta, logprobs=[], **where)
+                else:
+                    for part in self._taken(piece):
+                        for event in self._news(part):
+                            yield event
         except ApiError as error:
             failed = self._response("failed", error={"code": "server_error", "message": error.message})
             yield self._event("response.failed", response=failed)
             return
         response = self._finished()
-        yield self._event("response.output_text.done", text=self._text, logprobs=[], **where)
-        yield self._event("response.content_part.done", part=_text_part(self._text), **where)
-        yield self._event("response.output_item.done", output_index=0, item=response.output[0])
-        for number, call in enumerate(self._calls, 1):
-            yield self._event("response.output_item.added", output_index=number, item=call)
-            what = {"item_id": call.id, "output_index": number, "name": call.name, "arguments": call.arguments}
-            yield self._event("response.function_call_arguments.done", **what)
-            yield self._event("response.output_item.done", output_index=number, item=call)
+        for number, item in enumerate(response.output):
+            if isinstance(item, ResponseFunctionToolCall):
+                what = {"item_id": item.id, "output_index": number, "name": item.name, "arguments": item.arguments}
+                yield self._event("response.function_call_arguments.done", **what)
+            else:
+                yield self._event("response.output_text.done", text=self._text, logprobs=[], **self._where)
+                yield self._event("response.content_part.done", part=_text_part(self._text), **self._where)
+            yield self._event("response.output_item.done", output_index=number, item=item)
         yield self._event(f"response.{response.status}", response=response)
 
-    def _take(self, piece: Piece) -> str:
-        """The text that a piece adds."""
-        delta = ""
+    def _taken(self, piece: Piece) -> Iterator[Part]:
+        """What a piece adds, part by part, each when the answer has it."""
+        self._finish = piece.finish or self._finish
         for part in self._parts.add(piece.text, last=piece.finish is not None):
+            if isinstance(part, ReasoningText):
+                continue
             if isinstance(part, ToolCall):
                 name = call_id()
                 values: dict[str, Any] = {"id": name, "call_id": name, "name": part.name, "arguments": part.arguments}
                 self._calls.append(ResponseFunctionToolCall(type="function_call", status="completed", **values))
-            elif not isinstance(part, ReasoningText):
-                delta += part
-        self._text += delta
-        self._finish = piece.finish or self._finish
-        return delta
+            elif isinstance(part, MoreArguments):
+                self._calls[-1].arguments += part.text
+            else:
+                self._text += part
+            yield part
+
+    def _news(self, part: Part) -> Iterator[bytes]:
+        """Events of the part that was taken last."""
+        if isinstance(part, str):
+            yield self._event("response.output_text.delta", delta=part, logprobs=[], **self._where)
+            return
+        call, number = self._calls[-1], len(self._calls) - self._body.must_call
+        if isinstance(part, ToolCall):
+            begun = call.model_copy(update={"arguments": "", "status": "in_progress"})
+            yield self._event("response.output_item.added", output_index=number, item=begun)
+        if more := part.text if isinstance(part, MoreArguments) else part.arguments:
+            what = {"item_id": call.id, "output_index": number}
+            yield self._event("response.function_call_arguments.delta", delta=more, **what)
 
     def _finished(self) -> Response:
-        status = "incomplete" if self._finish == "length" else "completed"
+        status: Literal["incomplete", "completed"] = "incomplete" if self._finish == "length" else "completed"
         more = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
-        output = [self._output_message(self._text, status), *self._calls]
+        if self._body.named is not None:
+            # Its arguments are cut off where the answer is; other calls are given when they are whole.
+            self._calls[-1].status = status
+        said = [] if self._body.must_call else [self._output_message(self._text, status)]
+        output = [*said, *self._calls]
         response = self._response(status, output=output, usage=self._usage(), **more)
         message: dict[str, Any] = {"role": "assistant", "content": self._text}
         if self._calls:
@@ -159,7 +189,7 @@ class ResponseAnswer:
         )
 
     def _response(self, status: str, **more: Any) -> Response:
-        body = self._body
+        body, choice = self._body, self._body.tool_choice
         values = {
             "id": self._name,
             "object": "response",
@@ -171,8 +201,8 @@ class ResponseAnswer:
             "max_output_tokens": body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
-            "parallel_tool_calls": True,
-            "tool_choice": body.tool_choice or "auto",
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "tool_choice": choice.model_dump() if isinstance(choice, ResponseNamedTool) else choice or "auto",
             "tools": [{**tool.model_dump(), "strict": False} for tool in body.tools or []],
             "metadata": {},
             "output": [],

@@ -5,7 +5,16 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 MOST_STOPS = 16
 MOST_BIASES = 1024
@@ -171,12 +180,68 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: Ignored = None
 
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """What arguments are held to: an object, and one of nothing where there are no parameters, as OpenAI has it."""
+        return {"type": "object", **({"additionalProperties": False} if self.parameters is None else self.parameters)}
+
+    def template_values(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type", "strict"})}
+
 
 class Tool(Body):
     """A tool of ``/v1/chat/completions``."""
 
     type: Literal["function"]
     function: Function
+
+
+class FunctionName(Body):
+    """Of one of the tools."""
+
+    name: Name
+
+
+class NamedTool(Body):
+    """That an answer has to call, as ``/v1/chat/completions`` has it."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return self.function.name
+
+
+def one_of(allowed: str) -> WrapValidator:
+    """For a field of several kinds: what is allowed, in place of what each kind has against a value."""
+
+    def check(value: Any, kinds: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return kinds(value)
+        except ValidationError:
+            raise ValueError(f"allowed: {allowed}; not {value!r}") from None
+
+    return WrapValidator(check)
+
+
+class ToolsBody(SamplingBody):
+    """What both endpoints with tools take."""
+
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer has to be calls of tools."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def named(self) -> str | None:
+        """The function that an answer has to call, where it is a certain one."""
+        return None if self.tool_choice is None or isinstance(self.tool_choice, str) else self.tool_choice.name
 
 
 class JsonSchema(Body):
@@ -208,28 +273,7 @@ class TextFormat(Body):
         return {"type": "object"} if self.type == "json_object" else None
 
 
-class ResponseFormat(JsonSchema):
-    """The same, as ``/v1/responses`` has it."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    name: Name = ""
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.schema_ is not None):
-            raise ValueError("schema: is there where the type is 'json_schema', and nowhere else")
-        return self
-
-    @property
-    def schema_of_json(self) -> dict[str, Any] | None:
-        """As of `TextFormat`."""
-        return {"type": "object"} if self.type == "json_object" else self.schema_
-
-
-Tools = Annotated[list[Tool], Field(max_length=MOST_TOOLS)]
-
-
-class ChatBody(SamplingBody):
+class ChatBody(ToolsBody):
     """Of ``/v1/chat/completions``."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
@@ -238,13 +282,15 @@ class ChatBody(SamplingBody):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Tools | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool | None,
+        one_of("""'auto', 'none', 'required' or {"type": "function", "function": {"name": NAME}}"""),
+    ] = None
     response_format: TextFormat | None = None
     chat_template_kwargs: dict[Name, bool | int | float | str | None] | None = None
     reasoning_effort: Name | None = None
     generation_config: Text | None = None
-    parallel_tool_calls: Ignored = None
     store: Ignored = None
     verbosity: Ignored = None
 
@@ -254,70 +300,7 @@ class ChatBody(SamplingBody):
             raise ValueError("top_logprobs: allowed only where logprobs is true")
         return self
 
-
-class ResponseText(Body):
-    """How a response's text is to look."""
-
-    format: ResponseFormat | None = None
-    verbosity: Ignored = None
-
-
-class ResponseMessage(Body):
-    """A message of ``/v1/responses``."""
-
-    type: Literal["message"] = "message"
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
-    id: Name | None = None
-    status: Name | None = None
-    phase: Ignored = None
-
-
-class ResponseCall(Body):
-    """A call that an earlier response asked for."""
-
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: Text
-    id: Name | None = None
-    status: Name | None = None
-
-
-class ResponseCallOutput(Body):
-    """What a call came to."""
-
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: Text
-    id: Name | None = None
-    status: Name | None = None
-
-
-class ResponseTool(Function):
-    """A tool of ``/v1/responses``."""
-
-    type: Literal["function"]
-
-
-class ResponseBody(SamplingBody):
-    """Of ``/v1/responses``."""
-
-    input: (
-        Text
-        | Annotated[
-            list[ResponseMessage | ResponseCall | ResponseCallOutput], Field(min_length=1, max_length=MOST_MESSAGES)
-        ]
-    )
-    instructions: Text | None = None
-    previous_response_id: Name | None = None
-    max_output_tokens: TokenCount | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
-    text: ResponseText | None = None
-    store: bool | None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    parallel_tool_calls: Ignored = None
-    include: Ignored = None
-    reasoning: Ignored = None
+    @property
+    def functions(self) -> list[Function]:
+        """That the model is told of."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,12 +90,12 @@ class ServedModel:
             raise ApiError(400, said, code="chat_template", param="messages") from error
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
 
-    def form(self, schema: dict[str, Any]) -> Form:
-        """The form of answers that are JSON of a schema."""
+    def form(self, make: Callable[[LLTokenizer], Form], field: str) -> Form:
+        """Of answers, in this model's tokens; `field` is that of a request which asks for it."""
         try:
-            return Form.json(schema, self._form_tokenizer)
+            return make(self._form_tokenizer)
         except ValueError as error:
-            raise ApiError(400, f"response_format: {error}", code="invalid_schema", param="response_format") from error
+            raise ApiError(400, f"{field}: {error}", code="invalid_schema", param=field) from error
 
     @cached_property
     def _form_tokenizer(self) -> LLTokenizer:

@@ -18,8 +18,10 @@ from megakv.serving.http.settings import HttpSettings
 from megakv.serving.loop import ServingLoop
 from megakv.serving.settings import ServingSettings
 from tests.distributed.models import save_model
+from tests.unit.serving.tokenizers import byte_level
 
 NAME = "tiny"
+TEMPLATE = "{% for message in messages %}<user>{{ message.content }}{% endfor %}<assistant>"
 MOST_S = 120.0
 """Of a call; what takes longer hangs."""
 
@@ -68,6 +70,24 @@ def served(loop: tuple[ServingLoop, ServedModel], model_folder: Path) -> Iterato
     plain = AutoModelForCausalLM.from_pretrained(model_folder).eval()
     with running(loop, HttpSettings(NAME, port=0)) as url:
         yield Served(*loop, plain, url)
+
+
+@pytest.fixture(scope="session")
+def bytes_served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A model whose tokenizer has all bytes, as real ones do, and whose engine has a budget."""
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    folder = save_model(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer) + 3)
+    config = {"megakv": {"fairkv": {"budget": 40, "window": 8, "min_tokens": 48}}}
+    with megakv.init_inference(str(folder), config) as engine:
+        loop = ServingLoop(engine, ServingSettings(kv_tokens=20_000))
+        thread = threading.Thread(target=loop.run)
+        thread.start()
+        model = ServedModel.of(engine.module, tokenizer, NAME)
+        with running((loop, model), HttpSettings(NAME, port=0)) as url:
+            yield Served(loop, model, engine.module, url)
+        loop.drain()
+        thread.join(MOST_S)
 
 
 @pytest.fixture

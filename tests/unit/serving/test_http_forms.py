@@ -2,42 +2,19 @@
 
 import json
 import random
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-import megakv
-from megakv.serving.http.served_model import ServedModel
-from megakv.serving.http.settings import HttpSettings
-from megakv.serving.loop import ServingLoop
-from megakv.serving.settings import ServingSettings
-from tests.distributed.models import prose, save_model
-from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error, running
-from tests.unit.serving.tokenizers import byte_level
-
-TEMPLATE = "{% for message in messages %}<user>{{ message.content }}{% endfor %}<assistant>"
+from tests.distributed.models import prose
+from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A model whose tokenizer has all bytes, as real ones do."""
-    tokenizer = byte_level()
-    tokenizer.chat_template = TEMPLATE
-    folder = save_model(tmp_path_factory.mktemp("model"), vocab_size=len(tokenizer) + 3)
-    config = {"megakv": {"fairkv": {"budget": 40, "window": 8, "min_tokens": 48}}}
-    with megakv.init_inference(str(folder), config) as engine:
-        loop = ServingLoop(engine, ServingSettings(kv_tokens=20_000))
-        thread = threading.Thread(target=loop.run)
-        thread.start()
-        model = ServedModel.of(engine.module, tokenizer, NAME)
-        with running((loop, model), HttpSettings(NAME, port=0)) as url:
-            yield Served(loop, model, engine.module, url)
-        loop.drain()
-        thread.join(MOST_S)
+@pytest.fixture
+def served(bytes_served: Served) -> Served:
+    return bytes_served
 
 
 def ask(served: Served, response_format: Any, **options: Any) -> Any:

@@ -8,7 +8,7 @@ import pytest
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.http.errors import ApiError
-from megakv.serving.http.parts import AnswerParts, Part
+from megakv.serving.http.parts import CallsParts, Part, Parts, free_parts
 from megakv.serving.http.schemas import ChatBody
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.request import Sampling
@@ -68,12 +68,15 @@ def test_templates_are_given_tools_and_calls(served: ServedModel) -> None:
         rendered(served, [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], None)
 
 
-def parts(served: ServedModel, text: str) -> list[Part]:
-    """Of an answer that comes in pieces."""
-    cutter = AnswerParts(served, served.encode("<user>a<assistant>"), [TOOL])
+def cut(cutter: Parts, text: str) -> list[Part]:
+    """An answer that comes in pieces."""
     places = sorted(random.choices(range(len(text) + 1), k=random.randint(0, 12)))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     return [part for n, piece in enumerate(pieces, 1) for part in cutter.add(piece, last=n == len(pieces))]
+
+
+def parts(served: ServedModel, text: str) -> list[Part]:
+    return cut(free_parts(served, served.encode("<user>a<assistant>"), [TOOL]), text)
 
 
 def test_answers_are_cut_into_parts(served: ServedModel) -> None:
@@ -92,3 +95,16 @@ def test_what_ends_within_a_call_is_no_error(served: ServedModel) -> None:
         found = parts(served, 'Yes.<tool_call>{"name": "wea')
         assert not any(isinstance(part, ToolCall) for part in found)
         assert "".join(part for part in found if isinstance(part, str)).strip() == "Yes."
+
+
+def test_an_array_is_cut_into_calls() -> None:
+    """Whatever its strings have of what it is made of; one that is cut off has all calls before."""
+    for _ in range(50):
+        odd = ["".join(random.choices('ab\\"{}[],:é\n', k=random.randint(0, 9))) for _ in range(4)]
+        calls = [{"name": random.choice(odd), "parameters": {random.choice(odd): [{}, odd[1]]}} for _ in range(3)]
+        text = json.dumps(calls, separators=(",", ":"))
+        found = [(call.name, json.loads(call.arguments)) for call in cut(CallsParts(), text)]
+        assert found == [(call["name"], call["parameters"]) for call in calls]
+        last = len(json.dumps(calls[-1], separators=(",", ":")))
+        assert len(cut(CallsParts(), text[: -1 - random.randint(1, last)])) == 2
+        assert len(cut(CallsParts(), text[:-1])) == 3
