@@ -308,14 +308,17 @@ class Runtime:
         """All of it in one call; None, with nothing done, where the layer or its store is not for that."""
         if not one.computes(q_BHSD, k_BKSD, v_BKSD, scoring):
             return None
-        cache, ledger = step.cache, self.comm.ledger
-        out = one.attend(layer, cache.store(layer), q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        out = one.attend(layer, step.cache.store(layer), q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
         if out is not None:
-            cache.windows[layer] = scoring.window
-            cache.attended(layer, step.slots)
-            ledger.attended(str(step.method))
-            ledger.enter_dense()
+            self.stepped(step, layer, scoring.window)
+            self.comm.ledger.enter_dense()
         return out
+
+    def stepped(self, step: ForwardPass, layer: int, window: int | None) -> None:
+        """A layer has stored the new rows of a step of decoding, and attended to all."""
+        step.cache.windows[layer] = window
+        step.cache.attended(layer, step.slots)
+        self.comm.ledger.attended(str(step.method))
 
     @staticmethod
     def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:

@@ -95,11 +95,15 @@ class LayerKernel:
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self.project, self.rotate = library.megakv_project, library.megakv_rotate
         self.feed_forward, self.add = library.megakv_feed_forward, library.megakv_add
+        self.token_layer = library.megakv_token_layer
         self.project.argtypes = [pointer, whole, pointer, pointer, pointer, number, pointer]
         self.rotate.argtypes = [pointer, whole, pointer, pointer, pointer]
         self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
         self.add.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer]
-        for call in (self.project, self.rotate, self.feed_forward, self.add):
+        self.token_layer.argtypes = [
+            pointer, pointer, pointer, whole, pointer, pointer, pointer, ctypes.c_float, number, pointer, pointer,
+        ]  # fmt: skip
+        for call in (self.project, self.rotate, self.feed_forward, self.add, self.token_layer):
             call.restype = number
 
 
@@ -107,7 +111,7 @@ class LayerCalls:
     """Those of one layer's `weights`, which must stay where they are: all of the hidden states' type, on processors."""
 
     def __init__(self, kernel: LayerKernel, weights: LayerWeights):
-        self._kernel, self.weights = kernel, weights
+        self.kernel, self.weights = kernel, weights
         one = weights.input_norm.weight
         self.dtype, self._hidden = one.dtype, len(one)
         self._widths = [weights.heads * weights.head_dim, *(2 * [weights.kv_heads * weights.head_dim])]
@@ -118,7 +122,7 @@ class LayerCalls:
                 setattr(layer, name.replace("norm", "eps"), norm.eps)
         for name in _Layer.LINEARS:
             setattr(layer, name, _Linear.of(getattr(weights, name)))
-        self._layer, self._address = layer, ctypes.addressof(layer)
+        self._layer, self.address = layer, ctypes.addressof(layer)
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, whole: bool) -> Tensor:
         """``[L, q + k + v]`` of hidden states ``[..., L, h]``; rotated by ``[..., L, D]`` where all heads are here."""
@@ -127,12 +131,12 @@ class LayerCalls:
         out = x.new_empty((rows, width))
         angles = (cos.data_ptr(), sin.data_ptr()) if whole else (None, None)
         threads = torch.get_num_threads()
-        self._check(self._kernel.project(self._address, rows, x.data_ptr(), *angles, threads, out.data_ptr()))
+        self._check(self.kernel.project(self.address, rows, x.data_ptr(), *angles, threads, out.data_ptr()))
         return out
 
     def rotate(self, out: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Queries and keys ``[L, q + k + v]`` that came from several ranks, in place."""
-        self._check(self._kernel.rotate(self._address, len(out), cos.data_ptr(), sin.data_ptr(), out.data_ptr()))
+        self._check(self.kernel.rotate(self.address, len(out), cos.data_ptr(), sin.data_ptr(), out.data_ptr()))
 
     def heads(self, out: Tensor) -> list[Tensor]:
         """``[1, H, L, D]`` of queries, and ``[1, K, L, D]`` of keys and values: views of them."""
@@ -148,8 +152,8 @@ class LayerCalls:
         of both: ``[..., L, h]`` of such before attention, and of what was attended to, or `projected` from it.
         """
         rows, middle, out = x.numel() // self._hidden, torch.empty_like(x), torch.empty_like(x)
-        failed = self._kernel.feed_forward(
-            self._address, rows, x.data_ptr(), attended.data_ptr(), projected, whole, torch.get_num_threads(),
+        failed = self.kernel.feed_forward(
+            self.address, rows, x.data_ptr(), attended.data_ptr(), projected, whole, torch.get_num_threads(),
             middle.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         self._check(failed)
@@ -159,8 +163,8 @@ class LayerCalls:
         """``[..., L, h]`` hidden states behind attention, and added to them what all ranks have, ``[N, ..., L, h]``."""
         rows, out = middle.numel() // self._hidden, torch.empty_like(middle)
         offset = None if bias is None else bias.data_ptr()
-        failed = self._kernel.add(
-            self._address, rows, middle.data_ptr(), parts.data_ptr(), len(parts), offset, out.data_ptr()
+        failed = self.kernel.add(
+            self.address, rows, middle.data_ptr(), parts.data_ptr(), len(parts), offset, out.data_ptr()
         )
         self._check(failed)
         return out

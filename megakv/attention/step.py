@@ -109,19 +109,21 @@ class TokenStep:
         compute: Callable[[str, int], AbstractContextManager[None]],
     ):
         self._compute = compute
-        self._kernel, self._batch, self._sequences, self._seen, self._gather = kernel, batch, stored, seen, gather
+        self._kernel, self.batch, self._sequences, self._seen, self._gather = kernel, batch, stored, seen, gather
         marks = bytearray(batch)
         for sequence in stored:
             marks[sequence] = 1
         self._stored = (ctypes.c_char * batch).from_buffer(marks)
-        self._threads = torch.get_num_threads()
+        self.stored = ctypes.addressof(self._stored)
+        """For each sequence, whether this rank keeps its token; for the kernel."""
+        self.threads = torch.get_num_threads()
         self._windows: dict[int, IntArray] = {}
 
     def computes(self, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring) -> bool:
         """Whether a layer is for it: on all ranks alike."""
         kind, (_, heads, rows, dim), kv_heads = q_BHSD.dtype, q_BHSD.shape, k_BKSD.shape[1]
         return (
-            rows == self._batch
+            rows == self.batch
             and kind in TYPES
             and kind == k_BKSD.dtype == v_BKSD.dtype
             and dim == k_BKSD.shape[3]
@@ -130,6 +132,18 @@ class TokenStep:
             and scoring.plain
             and scoring.value_columns is None
         )
+
+    def rows(self, store: RowStore, k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        """Where those of a layer lie, with places for new ones of that kind."""
+        return store.in_place(self._sequences, k_KLD, v_KLD)
+
+    def seen(self, window: int | None) -> int:
+        """For the kernel: the first row that a window reaches of each sequence; 0 without one."""
+        if window is None:
+            return 0
+        if window not in self._windows:
+            self._windows[window] = np.ascontiguousarray(self._seen(window))
+        return self._windows[window].ctypes.data
 
     def attend(
         self,
@@ -142,7 +156,7 @@ class TokenStep:
         sinks: Tensor | None,
     ) -> Tensor | None:
         """``[1, L, H, Dv]`` of what it `computes`; None where the store does not have its rows in one place."""
-        table = store.in_place(self._sequences, k_BKSD[0], v_BKSD[0])
+        table = self.rows(store, k_BKSD[0], v_BKSD[0])
         if table is None:
             return None
         (_, heads, rows, dim), kv_heads, value_dim = q_BHSD.shape, k_BKSD.shape[1], v_BKSD.shape[3]
@@ -152,12 +166,7 @@ class TokenStep:
             rows, heads, kv_heads, dim, value_dim, q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row,
             v_BKSD.data_ptr(), v_head, v_row,
         ))  # fmt: skip
-        window, seen, kind = scoring.window, None, TYPES[q_BHSD.dtype]
-        if window is not None:
-            if window not in self._windows:
-                self._windows[window] = np.ascontiguousarray(self._seen(window))
-            seen = self._windows[window].ctypes.data
-        sink = None
+        kind, sink = TYPES[q_BHSD.dtype], None
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
             sink = sinks.data_ptr()
@@ -165,8 +174,8 @@ class TokenStep:
         found = out if alone else q_BHSD.new_empty((rows, heads, value_dim + 1), dtype=torch.float32)
         with self._compute("attention", layer):
             failed = self._kernel.step(
-                kind, step.buffer_info()[0], table.bounds, table.runs, self._stored, table.first, seen, scoring.scale,
-                sink, not alone, self._threads, found.data_ptr(),
+                kind, step.buffer_info()[0], table.bounds, table.runs, self.stored, table.first,
+                self.seen(scoring.window), scoring.scale, sink, not alone, self.threads, found.data_ptr(),
             )  # fmt: skip
         if self._gather is not None and not failed:
             parts = self._gather(found, layer)

@@ -8,7 +8,7 @@ from megakv.costmodel.shape import ModelShape
 
 SUM_BYTES = 4
 """Of an element that is summed over ranks, at most."""
-CORE_BYTES_S, WAIT_S, WORTH_ACCELERATOR = 10e9, 50e-6, 32 << 20
+CORE_BYTES_S, WAIT_S, WORTH_ACCELERATOR = 10e9, 10e-6, 32 << 20
 """Without a profile, and assumed rather than measured: bytes of weights that a core reads in a second, how long ranks
 wait for each other beside what a message takes itself, and bytes that a device reads meanwhile, at 2 TB/s in 16 us."""
 

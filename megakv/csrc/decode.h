@@ -22,9 +22,9 @@ constexpr int TILE = 64;
 // Keys whose weighted values are summed up in one running sum: more would cost digits.
 constexpr int64_t CHUNK = 8192;
 // Vectors of columns of the output that are in registers at a time.
-constexpr int COLUMNS = 4;
+constexpr int ABREAST = 4;
 // Multiplications that are not worth a second thread.
-constexpr int64_t LEAST_WORK = 1 << 16;
+constexpr int64_t LEAST_ATTENTION = 1 << 16;
 
 // Begins to bring the cache line that these lanes begin in: to the second level, the first one is too small for a tile.
 // Spread over the computation, because a processor waits when too many lines are under way.
@@ -134,8 +134,8 @@ void attend(const float* q, int q_step, Rows<T> k, Rows<T> v, int count, State s
     state.top[r] = top;
   }
   int column = 0;
-  for (; column + COLUMNS * LANES <= v.dim; column += COLUMNS * LANES)
-    accumulate<T, R, COLUMNS>(weights, keep, v, column, count, state.out, next_v);
+  for (; column + ABREAST * LANES <= v.dim; column += ABREAST * LANES)
+    accumulate<T, R, ABREAST>(weights, keep, v, column, count, state.out, next_v);
   for (; column + LANES <= v.dim; column += LANES)
     accumulate<T, R, 1>(weights, keep, v, column, count, state.out, next_v);
   for (; column < v.dim; ++column)
@@ -252,7 +252,7 @@ void decode(const Input& input, const Shape& s, float scale, int threads, Attend
     for (const Run& run : input.of(sequence)) lengths[sequence] += run.keys;
     total += lengths[sequence];
   }
-  const int64_t workers = total * rows * (s.key_dim + s.value_dim) < LEAST_WORK ? 1 : threads;
+  const int64_t workers = total * rows * (s.key_dim + s.value_dim) < LEAST_ATTENTION ? 1 : threads;
   const std::vector<Chunk> chunks = divided(lengths, workers);
   const int64_t count = chunks.size();
   const int64_t head_parts = count ? std::min(s.kv_heads, (workers + count - 1) / count) : 0;

@@ -81,10 +81,12 @@ struct Inputs {
   Inputs(int64_t rows, int64_t columns)
       : rows(rows), columns(columns), step((columns + LANES - 1) / LANES * LANES), wide(rows * step) {}
 
-  template <class T> Inputs(const T* x, int64_t rows, int64_t columns) : Inputs(rows, columns) {
+  // Of rows that are contiguous, or so many elements apart.
+  template <class T> Inputs(const T* x, int64_t rows, int64_t columns, int64_t x_step = 0) : Inputs(rows, columns) {
+    if (!x_step) x_step = columns;
     for (int64_t row = 0; row < rows; ++row)
       for (int64_t d = 0; d < columns; d += LANES)
-        store(&wide[row * step + d], load(x + row * columns + d, std::min<int64_t>(LANES, columns - d)));
+        store(&wide[row * step + d], load(x + row * x_step + d, std::min<int64_t>(LANES, columns - d)));
   }
 
   int64_t lanes() const { return (rows + LANES - 1) / LANES * LANES; }

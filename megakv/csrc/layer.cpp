@@ -1,100 +1,137 @@
-// What a decoder layer of the Llama kind does around its attention, for a few rows on processors.
+// Decoder layers of the Llama kind, for a few rows on processors: see layer.h.
 //
 // Layers of few tokens take as long as their calls: norms, projections and rotary embeddings are one of them, and what
-// comes behind attention is another. Every step is rounded as where PyTorch computes it by itself.
+// comes behind attention is another. Of a step of decoding a whole layer is one, with all that ranks exchange in it.
 
-#include <cmath>
-
-#include "few_rows.h"
+#include "channel.h"
+#include "layer.h"
+#include "step.h"
 
 namespace {
 
-enum Activation { SILU, GELU, GELU_TANH };
-
-struct Layer {
-  int64_t type;  // 0 float32, 1 bfloat16, 2 float16
-  int64_t hidden, heads, kv_heads, head_dim, activation;
-  const void *input_norm, *output_norm, *q_norm, *k_norm;  // of the last two none, or one for each column of a head
-  float input_eps, output_eps, q_eps, k_eps;
-  Linear q, k, v, o, gate, up, down;  // those of this rank
+// What ranks divide of a layer, and how they exchange it; none where this one has all of it.
+struct Ranks {
+  Channel *inputs, *attention, *outputs, *feed_forward;
+  const int64_t* widths;                         // columns of queries, keys and values together, of each rank
+  int64_t outputs_first, outputs_columns;        // those of what was attended to that this rank projects
+  const void *outputs_bias, *feed_forward_bias;  // of sums
 };
 
-// Calls with every vector of a row's columns: where it begins, and how many of its lanes there are.
-template <class Call> inline void each_vector(int64_t begin, int64_t end, Call call) {
-  for (; begin + LANES <= end; begin += LANES) call(begin, (int64_t)LANES);
-  if (begin < end) call(begin, end - begin);
-}
+// Where every sequence's rows lie, and which of them are seen: see megakv_step.
+struct Held {
+  const int64_t* bounds;
+  const Run* runs;
+  const uint8_t* stored;
+  const int64_t *first, *seen;
+};
 
-template <class T> inline Floats some(const T* from, int64_t count) {
-  return count == LANES ? load(from) : load(from, count);
-}
+// What of a layer takes its time, and seconds since the call began at which that began and ended.
+enum Part { INPUTS, ATTENTION, PARTIAL, OUTPUTS, FEED_FORWARD };
 
-// An RMS norm of a row in float32: by its mean square, rounded, times its weight.
-template <class T> void normalise(float* row, int64_t dim, const T* weight, float eps) {
-  Floats squares{};
-  each_vector(0, dim, [&](int64_t d, int64_t count) {
-    const Floats own = some(row + d, count);
-    squares += own * own;
-  });
-  const Four four = folded(squares);
-  const float scale = 1.0f / std::sqrt((four[0] + four[1] + four[2] + four[3]) / dim + eps);
-  each_vector(0, dim, [&](int64_t d, int64_t count) {
-    const Floats found = kept<T>(some(weight + d, count) * kept<T>(some(row + d, count) * scale));
-    std::memcpy(row + d, &found, count * sizeof(float));
-  });
-}
+class Moments {
+ public:
+  explicit Moments(double* at) : at(at), begun(now()) {}
 
-// Norms and rotary embeddings of a row of heads, in place: halves of a head turn together.
+  template <class Call> void of(Part part, Call call) {
+    at[2 * part] = now() - begun;
+    call();
+    at[2 * part + 1] = now() - begun;
+  }
+
+  // What all ranks have, [ranks, elements].
+  template <class T> std::vector<T> gathered(Part part, Channel& channel, const std::vector<T>& own) {
+    std::vector<T> all(channel.ranks * own.size());
+    of(part, [&] { exchange(channel, own.data(), own.size() * sizeof(T), all.data()); });
+    return all;
+  }
+
+ private:
+  double* at;
+  double begun;
+};
+
+// Queries, keys and values of all heads, of which each rank computes a run of columns.
 template <class T>
-void rotate(T* heads, int64_t count, int64_t dim, const void* norm, float eps, const T* cos, const T* sin, float* own) {
-  const int64_t half = dim / 2;
-  for (int64_t head = 0; head < count; ++head, heads += dim) {
-    
-    each_vector(0, dim, [&](int64_t d, int64_t lanes) { store_rounded(own + d, some(heads + d, lanes), lanes); });
-    if (norm) normalise(own, dim, (const T*)norm, eps);
-    std::copy(own, own + half, own + dim);
-    each_vector(0, dim, [&](int64_t d, int64_t lanes) {
-      Floats turned = some(own + d + half, lanes);
-      for (int64_t lane = 0; lane < LANES && d + lane < half; ++lane) turned[lane] = -turned[lane];
-      store_rounded(heads + d,
-                    kept<T>(some(own + d, lanes) * some(cos + d, lanes)) + kept<T>(turned * some(sin + d, lanes)),
-                    lanes);
+void project_together(const Layer& layer, const Ranks& ranks, int64_t rows, const T* x, int threads, int64_t columns,
+                      T* packed, Moments& moments) {
+  Channel& channel = *ranks.inputs;
+  const int64_t width = ranks.widths[channel.own], widest = *std::max_element(ranks.widths, ranks.widths + channel.ranks);
+  std::vector<T> found(rows * width), own(rows * widest);
+  project(layer, rows, x, threads, found.data());
+  for (int64_t row = 0; row < rows; ++row) std::copy_n(&found[row * width], width, &own[row * widest]);
+  const std::vector<T> all = moments.gathered(INPUTS, channel, own);
+  for (int64_t rank = 0, first = 0; rank < channel.ranks; first += ranks.widths[rank++])
+    for (int64_t row = 0; row < rows; ++row)
+      std::copy_n(&all[(rank * rows + row) * widest], ranks.widths[rank], packed + row * columns + first);
+}
+
+template <class T>
+void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64_t rows, const T* x, const T* cos,
+                 const T* sin, float scale, int threads, T* out, Moments& moments) {
+  const int64_t dim = layer.head_dim, width = layer.heads * dim, columns = width + 2 * layer.kv_heads * dim;
+  const int64_t hidden = layer.hidden;
+  std::vector<T> packed(rows * columns), attended(rows * width);
+  if (ranks.inputs)
+    project_together(layer, ranks, rows, x, threads, columns, packed.data(), moments);
+  else
+    project(layer, rows, x, threads, packed.data());
+  rotate_all(layer, rows, cos, sin, packed.data());
+
+  const auto heads = [&](int64_t first) { return Heads{&packed[first], dim, columns}; };
+  const Step step{rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width), heads(width + layer.kv_heads * dim)};
+  const auto attend = [&](bool partial, void* to) {
+    moments.of(ATTENTION, [&] {
+      attend_step<T>(step, held.bounds, held.runs, held.stored, held.first, held.seen, scale, nullptr, partial, threads,
+                     to);
     });
-  }
-}
-
-template <class T> void rotate_all(const Layer& layer, int64_t rows, const T* cos, const T* sin, T* out) {
-  const int64_t dim = layer.head_dim, step = (layer.heads + 2 * layer.kv_heads) * dim;
-  std::vector<float> own(2 * dim + LANES);
-  for (int64_t row = 0; row < rows; ++row, out += step, cos += dim, sin += dim) {
-    rotate(out, layer.heads, dim, layer.q_norm, layer.q_eps, cos, sin, own.data());
-    rotate(out + layer.heads * dim, layer.kv_heads, dim, layer.k_norm, layer.k_eps, cos, sin, own.data());
-  }
-}
-
-inline Floats activated(Floats x, int64_t kind) {
-  // Of numbers beyond what exponentials reach nothing is left.
-  if (kind == SILU) return x < -87.0f ? x * exponential(x) : x / (1.0f + exponential(x < -87.0f ? all(0.0f) : -x));
-  Floats y;
-  if (kind == GELU_TANH) {
-    const Floats inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
-    const Floats size = inner < 0.0f ? -inner : inner, found = hyperbolic_tangent(size);
-    y = inner < 0.0f ? -found : found;
+  };
+  if (ranks.attention) {
+    std::vector<float> own(rows * layer.heads * (dim + 1));
+    attend(true, own.data());
+    const std::vector<float> all = moments.gathered(PARTIAL, *ranks.attention, own);
+    merge_parts(all.data(), ranks.attention->ranks, rows * layer.heads, layer.heads, dim, nullptr, attended.data());
   } else {
-    for (int lane = 0; lane < LANES; ++lane) y[lane] = std::erf(x[lane] * 0.70710678118654752f);
+    attend(false, attended.data());
   }
-  return 0.5f * x * (1.0f + y);
-}
 
-// to = act(gate) * up, for columns [begin, end) of a row.
-template <class T> void gated(const T* gate, const T* up, int64_t begin, int64_t end, int64_t kind, float* to) {
-  each_vector(begin, end, [&](int64_t d, int64_t count) {
-    const Floats found = kept<T>(kept<T>(activated(some(gate + d, count), kind)) * some(up + d, count));
-    std::memcpy(to + d, &found, count * sizeof(float));
-  });
+  if (ranks.outputs) {
+    std::vector<T> own(rows * hidden);
+    if (ranks.outputs_columns) {
+      Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, width);
+      products(inputs.ready<T>(), &layer.o, 1, threads, own.data());
+    }
+    const std::vector<T> all = moments.gathered(OUTPUTS, *ranks.outputs, own);
+    attended.resize(rows * hidden);
+    add_parts<T>(layer, rows, all.data(), ranks.outputs->ranks, ranks.outputs_bias, nullptr, attended.data());
+  }
+
+  std::vector<T> middle(rows * hidden), own(ranks.feed_forward ? rows * hidden : 0);
+  feed_forward(layer, rows, x, attended.data(), ranks.outputs, !ranks.feed_forward, threads, middle.data(),
+               ranks.feed_forward ? own.data() : out);
+  if (ranks.feed_forward) {
+    const std::vector<T> all = moments.gathered(FEED_FORWARD, *ranks.feed_forward, own);
+    add_parts(layer, rows, all.data(), ranks.feed_forward->ranks, ranks.feed_forward_bias, middle.data(), out);
+  }
 }
 
 }  // namespace
+
+// The whole layer of one row of each sequence: out [rows, hidden] of x [rows, hidden], with rotary embeddings
+// [rows, head_dim]. `at` [5, 2] is written where something took place. Returns 0; 1 if memory is lacking; 2 if a channel
+// says why its message did not come.
+extern "C" int megakv_token_layer(const Layer* layer, const Ranks* ranks, const Held* held, int64_t rows, const void* x,
+                                  const void* cos, const void* sin, float scale, int threads, void* out, double* at) {
+  Moments moments(at);
+  try {
+    return typed(layer->type, [&](auto like) {
+      typedef decltype(like) T;
+      token_layer(*layer, *ranks, *held, rows, (const T*)x, (const T*)cos, (const T*)sin, scale, threads, (T*)out,
+                  moments);
+    });
+  } catch (const Broken&) {
+    return 2;
+  }
+}
 
 // out [rows, (heads + 2 kv_heads) head_dim] = this rank's queries, keys and values of hidden states x [rows, hidden]; with
 // rotary embeddings [rows, head_dim] where they are given, and all heads are here.
@@ -102,13 +139,7 @@ extern "C" int megakv_project(const Layer* layer, int64_t rows, const void* x, c
                               int threads, void* out) {
   return typed(layer->type, [&](auto like) {
     typedef decltype(like) T;
-    Inputs inputs((const T*)x, rows, layer->hidden);
-    for (int64_t row = 0; row < rows; ++row) {
-      float* const own = &inputs.wide[row * inputs.step];
-      normalise(own, layer->hidden, (const T*)layer->input_norm, layer->input_eps);
-    }
-    const Linear linears[] = {layer->q, layer->k, layer->v};
-    products(inputs.ready<T>(), linears, 3, threads, (T*)out);
+    project(*layer, rows, (const T*)x, threads, (T*)out);
     if (cos) rotate_all(*layer, rows, (const T*)cos, (const T*)sin, (T*)out);
   });
 }
@@ -127,43 +158,7 @@ extern "C" int megakv_feed_forward(const Layer* layer, int64_t rows, const void*
                                    int whole, int threads, void* middle, void* out) {
   return typed(layer->type, [&](auto like) {
     typedef decltype(like) T;
-    const int64_t hidden = layer->hidden, width = layer->gate.outputs;
-    const T* added = (const T*)attended;
-    std::vector<T> found(projected ? 0 : rows * hidden);
-    if (!projected) {
-      Inputs inputs((const T*)attended, rows, layer->heads * layer->head_dim);
-      products(inputs.ready<T>(), &layer->o, 1, threads, found.data());
-      added = found.data();
-    }
-    Inputs inputs((const T*)x, rows, hidden);
-    for (int64_t row = 0; row < rows; ++row) {
-      float* const own = &inputs.wide[row * inputs.step];
-      T* const sum = (T*)middle + row * hidden;
-      each_vector(0, hidden, [&](int64_t d, int64_t count) {
-        const Floats found = kept<T>(some(own + d, count) + some(added + row * hidden + d, count));
-        store_rounded(sum + d, found, count);
-        std::memcpy(own + d, &found, count * sizeof(float));
-      });
-      normalise(own, hidden, (const T*)layer->output_norm, layer->output_eps);
-    }
-    inputs.ready<T>();
-    Inputs inner(rows, width);
-    std::vector<T> gate(rows * width), up(rows * width);
-    const Product<T> gates(inputs, layer->gate, gate.data(), width), ups(inputs, layer->up, up.data(), width);
-    const int64_t each = Product<T>::block(inputs);
-    divide(Product<T>::blocks(inputs, width), 2 * rows * hidden * width, threads, Product<T>::scratch(inputs),
-           [&](int64_t first, int64_t last, float* memory) {
-             gates.compute(first, last, memory);
-             ups.compute(first, last, memory);
-             for (int64_t row = 0; row < rows; ++row)
-               gated(&gate[row * width], &up[row * width], first * each, std::min(last * each, width),
-                     layer->activation, &inner.wide[row * inner.step]);
-           });
-    products(inner.ready<T>(), &layer->down, 1, threads, (T*)out);
-    if (whole)
-      each_vector(0, rows * hidden, [&](int64_t d, int64_t count) {
-        store_rounded((T*)out + d, some((T*)middle + d, count) + some((T*)out + d, count), count);
-      });
+    feed_forward(*layer, rows, (const T*)x, (const T*)attended, projected, whole, threads, (T*)middle, (T*)out);
   });
 }
 
@@ -173,15 +168,6 @@ extern "C" int megakv_add(const Layer* layer, int64_t rows, const void* middle, 
                           const void* bias, void* out) {
   return typed(layer->type, [&](auto like) {
     typedef decltype(like) T;
-    const int64_t hidden = layer->hidden, step = rows * hidden;
-    for (int64_t row = 0; row < rows; ++row)
-      each_vector(0, hidden, [&](int64_t d, int64_t count) {
-        const T* const part = (const T*)parts + row * hidden + d;
-        Floats sum = some(part, count);
-        for (int64_t rank = 1; rank < ranks; ++rank) sum += some(part + rank * step, count);
-        sum = kept<T>(sum);
-        if (bias) sum = kept<T>(sum + some((const T*)bias + d, count));
-        store_rounded((T*)out + row * hidden + d, some((const T*)middle + row * hidden + d, count) + sum, count);
-      });
+    add_parts(*layer, rows, (const T*)parts, ranks, bias, (const T*)middle, (T*)out);
   });
 }

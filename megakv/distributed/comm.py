@@ -12,12 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
+from megakv.distributed.channel import Channel, make_channel
 from megakv.distributed.direct import AT_ONCE_BYTES, MESSAGE_BYTES, cores_suffice, exchange
 from megakv.distributed.failures import Failures, joining
 from megakv.distributed.guard import Guard
 from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
-from megakv.distributed.mailbox import SLOT_BYTES, Mailbox, make_mailbox
 from megakv.distributed.mesh import Mesh
 from megakv.distributed.peers import Peer, PeerWatch
 from megakv.errors import PeerLostError
@@ -63,7 +63,7 @@ class Communicator:
                 hosts = store_hosts() if mesh.world_size > 1 else ()
                 channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
                 self._spins = cores_suffice(sum(peer.host == peers[mesh.rank].host for peer in peers))
-                self._mailboxes = self._made_mailboxes()
+                self.channels = self._made_channels()
         except BaseException:
             mesh.end()
             raise
@@ -92,18 +92,25 @@ class Communicator:
         if apart:
             with self.guard(range(self.mesh.world_size), "making groups anew", None):
                 self.mesh.renew()
-                self._mailboxes = self._made_mailboxes()
+                self.channels = self._made_channels()
             self.watch.severed = False
 
-    def _made_mailboxes(self) -> dict[Over, Mailbox]:
-        """Those of groups; none where ranks have no core each, as whoever waits here does not sleep."""
-        found, made = dict[Over, Mailbox](), dict[Sequence[int], Mailbox | None]()
+    def _made_channels(self) -> dict[Over, Channel]:
+        """Those of groups of several ranks, where ranks have connections of their own."""
+        found, made = dict[Over, Channel](), dict[Sequence[int], Channel | None]()
         for over in OVER if self.mesh.links else ():
             ranks = tuple(self._members(over)[1])
             if len(ranks) > 1 and ranks not in made:
-                made[ranks] = make_mailbox(ranks, ranks.index(self.mesh.rank), self._gathered, wanted=self._spins)
-            if (box := made.get(ranks)) is not None:
-                found[over] = box
+                made[ranks] = make_channel(
+                    ranks,
+                    ranks.index(self.mesh.rank),
+                    self._gathered,
+                    self.mesh.links,
+                    spins=self._spins,
+                    timeout_s=self.mesh.timeout_s,
+                )
+            if (channel := made.get(ranks)) is not None:
+                found[over] = channel
         return found
 
     def _gathered(self, value: T) -> list[T]:
@@ -121,7 +128,7 @@ class Communicator:
     def close(self) -> None:
         """End the watch over peers, and the mesh with it."""
         self.watch.uninstall()
-        self._mailboxes = {}
+        self.channels = {}
         if self.failures.own is not None or not self.failures.quiet:
             # What is still expected from a peer would be waited for.
             self.watch.sever()
@@ -248,9 +255,9 @@ class Communicator:
             if not self._direct(tensor):
                 all_gather_single(gathered.view(-1), tensor.reshape(-1), group)
                 return
-            whole, box = tensor.contiguous(), self._mailboxes.get(over)
-            if box is not None and whole.nbytes <= SLOT_BYTES:
-                box.all_gather(whole, gathered, self.mesh.links, timeout_s=self.mesh.timeout_s)
+            whole, channel = tensor.contiguous(), self.channels.get(over)
+            if channel is not None:
+                channel.all_gather(whole, gathered)
                 return
             others = [(index, rank) for index, rank in enumerate(ranks) if rank != own]
             gathered[ranks.index(own)].copy_(whole)

@@ -99,9 +99,9 @@ class Ledger:
         """Count a layer that an attention method serves."""
         self.methods["decode" if self.decoding else "prefill"][method] += 1
 
-    def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any) -> None:
-        """Count the time of a transfer that was posted and waited for at these moments and has just ended."""
-        end, tally = self.mark(), self.tallies[operation, layer]
+    def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any, end: Any = None) -> None:
+        """Count the time of a transfer that was posted and waited for at these moments and ended then, or just now."""
+        end, tally = self.mark() if end is None else end, self.tallies[operation, layer]
 
         def count() -> None:
             tally.seconds += self.clock.seconds(posted, end)
@@ -111,14 +111,14 @@ class Ledger:
 
         self._when_passed(end, count)
 
-    def enter_dense(self) -> None:
-        """From here on the rank computes what needs no other rank: projections, feed-forward layers, norms."""
-        self._dense_since = self.mark() if self.timeline else None
+    def enter_dense(self, since: Any = None) -> None:
+        """From here on, or then, the rank computes what needs no other: projections, feed-forward layers, norms."""
+        self._dense_since = (self.mark() if since is None else since) if self.timeline else None
 
-    def leave_dense(self) -> None:
+    def leave_dense(self, at: Any = None) -> None:
         """End of such a stretch; nothing if none began."""
         if self._dense_since is not None:
-            begin, end = self._dense_since, self.mark()
+            begin, end = self._dense_since, self.mark() if at is None else at
             self._dense_since = None
             self._when_passed(end, lambda: self._span("dense", "compute", begin, end))
 
@@ -126,9 +126,9 @@ class Ledger:
         """Count a stretch of computation: ``with ledger.compute(...)``."""
         return Stretch(self, name, layer)
 
-    def computed_since(self, start: Any, name: str, layer: int | None) -> None:
+    def computed_since(self, start: Any, name: str, layer: int | None, end: Any = None) -> None:
         """Count the end of one."""
-        end, key = self.mark(), (name, layer, self.decoding)
+        end, key = self.mark() if end is None else end, (name, layer, self.decoding)
         if not self.timeline and not self._coming and self.clock.passed(end):
             self.computed[key] += self.clock.seconds(start, end)
             return

@@ -60,7 +60,7 @@ class ForwardHooks:
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
             planner.slices = self._slices.gains
-        self._layers = TokenLayers(model, products, self._slices, runtime.comm, lambda: runtime.current)
+        self._layers = TokenLayers(model, products, self._slices, runtime)
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 

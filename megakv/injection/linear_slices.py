@@ -59,7 +59,7 @@ class GatheredRows:
         self.own: dict[int, Slice] = {}
         """This rank's slices, by the identity of their linears: of some it may have none."""
         runs = [split_width(sum(rows), size, part) for part in range(size)]
-        self._rows, self._widths = rows, [stop - start for start, stop in runs]
+        self._rows, self.widths = rows, [stop - start for start, stop in runs]
         first, (start, stop) = 0, runs[rank]
         for linear, count in zip(linears, rows, strict=True):
             a, b = max(start - first, 0), min(stop - first, count)
@@ -86,13 +86,13 @@ class GatheredRows:
 
     def gathered(self, own: Tensor) -> Tensor:
         """``[..., out of all]`` from this rank's run of it."""
-        if (missing := max(self._widths) - own.shape[-1]) > 0:
+        if (missing := max(self.widths) - own.shape[-1]) > 0:
             own = F.pad(own, (0, missing))
         gathered = self._comm.all_gather(own, self._over, operation=self._operation, layer=self._layer)
-        if own.numel() == self._widths[-1]:
+        if own.numel() == self.widths[-1]:
             # Of one row all runs, which are equally long, lie one behind the other.
             return gathered.view(*own.shape[:-1], -1)
-        return torch.cat([part[..., :width] for part, width in zip(gathered, self._widths, strict=True)], dim=-1)
+        return torch.cat([part[..., :width] for part, width in zip(gathered, self.widths, strict=True)], dim=-1)
 
 
 class SummedColumns:
@@ -102,21 +102,21 @@ class SummedColumns:
     """
 
     def __init__(self, linear: nn.Linear, columns: tuple[int, int], comm: Communicator, layer: int):
-        self._columns, self._comm, self._layer = columns, comm, layer
+        self.columns, self._comm, self._layer = columns, comm, layer
         self.own, self._inputs = Slice(linear, columns=columns), linear.weight.shape[1]
-        self._over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
+        self.over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
 
     def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
-        start, stop = self._columns
+        start, stop = self.columns
         x = x[..., start:stop] if x.shape[-1] == self._inputs else x
         own = self.own.product(x)
-        out = self._comm.sum_in_order(own, self._over, operation="linear_sum", layer=self._layer)
+        out = self._comm.sum_in_order(own, self.over, operation="linear_sum", layer=self._layer)
         return out if linear.bias is None else (out + linear.bias).to(out.dtype)
 
     def summands(self, own: Tensor) -> Tensor:
         """``[N, ..., out]``, whose sum it is but for the bias, from what this rank's columns make of the input."""
-        return self._comm.summands(own, self._over, operation="linear_sum", layer=self._layer)
+        return self._comm.summands(own, self.over, operation="linear_sum", layer=self._layer)
 
 
 class KeptRows:

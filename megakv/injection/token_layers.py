@@ -1,4 +1,4 @@
-"""Decoder layers of the Llama kind in passes of few tokens on processors: two compiled calls around their attention.
+"""Decoder layers of the Llama kind in passes of few tokens on processors: one compiled call, or two around attention.
 
 All other layers and passes are as they were. Whether a layer is of the kind is looked at when a call begins to decode.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
-from megakv.distributed.comm import Communicator
+from megakv.attention.token_layer import LayerRanks, TokenLayerCall
+from megakv.distributed.comm import Over
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, layers_of
+from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"
-Current = Callable[[], ForwardPass | None]
+OPERATIONS = {
+    "inputs": "linear_gather", "partial": "replicated", "outputs": "linear_sum", "feed_forward": "linear_sum",
+}  # fmt: skip
+"""What its messages are called, where a layer is one call."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +46,18 @@ class _Plan:
     add: Callable[[Tensor, Tensor], Tensor] | None
     """Adds what all ranks have of the feed-forward to the hidden states behind attention, from this rank's part of it;
     None where that is all."""
+    whole: TokenLayerCall | None
+    """All of that in one call, for rows that are in this memory alone."""
 
 
 class TokenLayer:
     """In the place of the `forward` of one decoder layer; what other passes take, or other layers, is as before."""
 
     def __init__(
-        self, layer: Any, kernel: LayerKernel, products: Products, slices: LinearSlices | None, current: Current
+        self, layer: Any, kernel: LayerKernel, products: Products, slices: LinearSlices | None, runtime: Runtime
     ):
         self.layer, self._kernel = layer, kernel
-        self._products, self._slices, self._current = products, slices, current
+        self._products, self._slices, self._runtime = products, slices, runtime
         self.before = layer.forward
         # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
         # are kept by whether ranks have slices.
@@ -64,13 +72,14 @@ class TokenLayer:
             return
         parameters, attention = list(self.layer.parameters()), self.layer.self_attn
         norms = (getattr(module, "variance_epsilon", None) for module in self.layer.modules())
-        seen = [parameter.data_ptr() for parameter in parameters], [*norms, attention.head_dim, self.layer.mlp.act_fn]
+        settings = [*norms, attention.head_dim, self.layer.mlp.act_fn]
+        seen = [parameter.data_ptr() for parameter in parameters], settings, self._runtime.comm.channels
         if self._attention is not attention or seen != self._seen:
             self._attention, self._seen, self._plans = attention, seen, {}
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
-        step, embeddings, attention = self._current(), kwargs.get(EMBEDDINGS), self._attention
+        step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
         if args or attention is None or step is None or step.token_step is None or step.recomputing:
             return self.before(hidden_states, *args, **kwargs)
         if (plan := self._plans.get(step.slices)) is None:
@@ -78,11 +87,16 @@ class TokenLayer:
         if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, *embeddings):
             return self.before(hidden_states, *args, **kwargs)
         calls, (cos, sin) = plan.calls, embeddings
+        window = described_mask(attention, kwargs.get("attention_mask")).window
+        if (
+            plan.whole is not None
+            and (out := self._at_once(plan.whole, step, hidden_states, cos, sin, window)) is not None
+        ):
+            return out
         found = calls.project(hidden_states, cos, sin, whole=plan.gather is None)
         if plan.gather is not None:
             found = plan.gather.gathered(found)
             calls.rotate(found, cos, sin)
-        window = described_mask(attention, kwargs.get("attention_mask")).window
         q, k, v = calls.heads(found)
         scoring = scoring_of(attention.scaling, window, None)
         attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None)
@@ -90,6 +104,31 @@ class TokenLayer:
             attended = attention.o_proj(attended.flatten(2))
         middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
         return out if plan.add is None else plan.add(middle, out)
+
+    def _at_once(
+        self, call: TokenLayerCall, step: ForwardPass, x: Tensor, cos: Tensor, sin: Tensor, window: int | None
+    ) -> Tensor | None:
+        """The layer in one call; None, with nothing done, where rows lie elsewhere too, or a pass comes between."""
+        one, comm, layer = step.token_step, self._runtime.comm, self._attention.layer_idx
+        if one is None or step.pauses is not None or not call.few or x.shape[-2] != one.batch:
+            return None
+        table = one.rows(step.cache.store(layer), call.like, call.like)
+        if table is None:
+            return None
+        begun = comm.ledger.mark()
+        with comm.guard(call.ranks, "decoding", layer) if call.ranks else nullcontext():
+            out, moments = call(x, cos, sin, one, table, self._attention.scaling, window)
+        for part, sent, first, last in moments:
+            first, last = begun + first, begun + last
+            comm.ledger.leave_dense(first)
+            if part in OPERATIONS:
+                comm.ledger.sent(OPERATIONS[part], layer, sent)
+                comm.ledger.transfer(OPERATIONS[part], layer, first, first, last)
+            else:
+                comm.ledger.computed_since(first, part, layer, last)
+            comm.ledger.enter_dense(last)
+        self._runtime.stepped(step, layer, window)
+        return out
 
     def _fits(self, calls: LayerCalls, x: Tensor, *embeddings: Tensor) -> bool:
         rows, dim = x.shape[-2], calls.weights.head_dim
@@ -135,13 +174,43 @@ class TokenLayer:
         o_part, down_part = (None if slices is None else slices.part(linear) for linear in outputs)
         if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
             add = functools.partial(self._added, calls, down_part)
-        return _Plan(calls, gather, o_part is not None or isinstance(attention.o_proj, RowParallelLinear), add)
+        projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
+        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part))
+
+    def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> TokenLayerCall | None:
+        """All of the layer in one call, given what ranks have of it; None where they have no channel for that."""
+        mesh, channels = self._runtime.comm.mesh, self._runtime.comm.channels
+        o, down = self._attention.o_proj, self.layer.mlp.down_proj
+        over: dict[str, Over | None] = {
+            "inputs": None if gather is None else "cp",
+            "partial": "cp" if mesh.cp_size > 1 else None,
+            "outputs": _summed_over(o, o_part),
+            "feed_forward": _summed_over(down, down_part),
+        }
+        if not all(group is None or group in channels for group in over.values()):
+            return None
+        ranks = LayerRanks(
+            **{name: None if group is None else channels[group] for name, group in over.items()},
+            widths=() if gather is None else gather.widths,
+            columns=(0, o.weight.shape[1]) if o_part is None else o_part.columns,
+            outputs_bias=o.bias,
+            feed_forward_bias=down.bias,
+        )
+        return TokenLayerCall(calls, ranks)
 
     def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
         linear = self.layer.mlp.down_proj
         if isinstance(part, SummedColumns):
             return calls.add(middle, part.summands(own), linear.bias)
         return calls.add(middle, linear.all_reduce(own)[None], linear.bias)
+
+
+def _summed_over(linear: Any, part: Any) -> Over | None:
+    """The ranks over which outputs of a linear are summed, of which this one may have a part; None where it has all."""
+    if part is not None:
+        over: Over = part.over
+        return over
+    return "tp" if isinstance(linear, RowParallelLinear) else None
 
 
 def _norm(module: Any) -> Norm:
@@ -156,9 +225,9 @@ class TokenLayers:
         model: PreTrainedModel,
         products: Products,
         slices: LinearSlices | None,
-        comm: Communicator,
-        current: Current,
+        runtime: Runtime,
     ):
+        self._comm = comm = runtime.comm
         self.layers: list[TokenLayer] = []
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
         self._generation: Callable[[], Generation | None] = lambda: None
@@ -166,6 +235,8 @@ class TokenLayers:
         # Of all modules, and the sum of their numbers when layers were looked at: they come and go at any time, and
         # each has a number above those before.
         self._hooks: list[dict[int, Any]] = []
+        # What ranks exchange messages through is made anew after failures.
+        self._channels = comm.channels
         self._heard = 0
         if comm.mesh.device.type != "cpu":
             return
@@ -175,7 +246,7 @@ class TokenLayers:
         assert kernel is not None
         for layer in {id(layer): layer for layer in layers_of(model)}.values():
             if "forward" not in vars(layer):
-                own = TokenLayer(layer, kernel, products, slices, current)
+                own = TokenLayer(layer, kernel, products, slices, runtime)
                 layer.forward = own
                 self.layers.append(own)
 
@@ -188,7 +259,8 @@ class TokenLayers:
             self._stale = True
             return
         same = step.cache.outlives if step.generation is None else step.generation is self._generation()
-        if self._stale or not same or sum(map(sum, self._hooks)) != self._heard:
+        heard = sum(map(sum, self._hooks)) == self._heard and self._channels is self._comm.channels
+        if self._stale or not same or not heard:
             self._look()
         # Not held: with it goes its cache.
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
@@ -197,7 +269,7 @@ class TokenLayers:
     def _look(self) -> None:
         modules = [module for own in self.layers for module in own.layer.modules()]
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._heard = sum(map(sum, self._hooks))
+        self._heard, self._channels = sum(map(sum, self._hooks)), self._comm.channels
         for own in self.layers:
             own.look()
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.attention.step import TokenStep, load_step
+from megakv.attention.step import load_step
+from megakv.runtime import Runtime
 from tests import families
 
 NEW = 20
@@ -22,15 +23,13 @@ def steps(alone: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if load_step()[0] is None:
         pytest.skip(f"no compiled kernel: {load_step()[1]}")
     taken: list[int] = []
-    attend = TokenStep.attend
+    stepped = Runtime.stepped
 
-    def noted(self: TokenStep, layer: int, *arguments: Any) -> Tensor | None:
-        out = attend(self, layer, *arguments)
-        if out is not None:
-            taken.append(layer)
-        return out
+    def noted(self: Runtime, step: Any, layer: int, window: int | None) -> None:
+        stepped(self, step, layer, window)
+        taken.append(layer)
 
-    monkeypatch.setattr(TokenStep, "attend", noted)
+    monkeypatch.setattr(Runtime, "stepped", noted)
     return taken
 
 

@@ -28,7 +28,7 @@ class _Recorder:
     def __init__(self) -> None:
         # What computes there is PyTorch alone.
         mesh = SimpleNamespace(cp_size=1, cp_rank=0, device=torch.device("meta"))
-        self.comm = SimpleNamespace(mesh=mesh)
+        self.comm = SimpleNamespace(mesh=mesh, channels={})
         self.planner = SimpleNamespace(may_slice=False)
         self.generation = None
         self.compressor = None

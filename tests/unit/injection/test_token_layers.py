@@ -15,7 +15,8 @@ from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import megakv
-from megakv.attention.layer import LayerCalls, load_layer
+from megakv.attention.layer import load_layer
+from megakv.attention.token_layer import TokenLayerCall
 from megakv.injection.layer_kind import activation, is_known
 from tests.families import FAMILIES
 
@@ -28,13 +29,13 @@ def calls(alone: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     if load_layer()[0] is None:
         pytest.skip(f"no compiled kernel: {load_layer()[1]}")
     taken: list[int] = []
-    feed_forward = LayerCalls.feed_forward
+    call = TokenLayerCall.__call__
 
-    def noted(self: LayerCalls, x: Tensor, *arguments: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+    def noted(self: TokenLayerCall, x: Tensor, *arguments: Any) -> Any:
         taken.append(len(x))
-        return feed_forward(self, x, *arguments, **settings)
+        return call(self, x, *arguments)
 
-    monkeypatch.setattr(LayerCalls, "feed_forward", noted)
+    monkeypatch.setattr(TokenLayerCall, "__call__", noted)
     return taken
 
 

@@ -1,0 +1,121 @@
+"""A whole decoder layer of a step of decoding in one compiled call, with all that ranks exchange in it.
+
+Between calls Python takes as long as they do, on every rank at its own pace, and each waits for the others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megakv.attention.compiled import DecodeKernel
+from megakv.attention.layer import LayerCalls
+from megakv.attention.step import RowTable, TokenStep
+from megakv.distributed.channel import Channel
+
+MESSAGES = ("inputs", "partial", "outputs", "feed_forward")
+PARTS = ("inputs", "attention", "partial", "outputs", "feed_forward")
+"""What of a layer is timed, by the call's numbers: attention, and messages."""
+
+
+@dataclass(frozen=True)
+class LayerRanks:
+    """What ranks divide of a layer, and the channels that they exchange it through; None where each has all of it."""
+
+    inputs: Channel | None = None
+    """Gathers queries, keys and values, of which each has a run of `widths` columns."""
+    partial: Channel | None = None
+    """Gathers attention to each one's own tokens."""
+    outputs: Channel | None = None
+    """Sums output projections, each from `columns` of what was attended to; behind it `outputs_bias` is added."""
+    feed_forward: Channel | None = None
+    """Sums what each one's part of the feed-forward makes; behind it `feed_forward_bias` is added."""
+    widths: Sequence[int] = ()
+    columns: tuple[int, int] = (0, 0)
+    outputs_bias: Tensor | None = None
+    feed_forward_bias: Tensor | None = None
+
+
+class Moment(NamedTuple):
+    """A part of a layer: its name in `PARTS`, the bytes that this rank sent, and seconds since the call began."""
+
+    part: str
+    sent: int
+    begin: float
+    end: float
+
+
+class _Ranks(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        *((name, ctypes.c_void_p) for name in MESSAGES),
+        ("widths", ctypes.POINTER(ctypes.c_int64)), ("first", ctypes.c_int64), ("columns", ctypes.c_int64),
+        ("outputs_bias", ctypes.c_void_p), ("feed_forward_bias", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class TokenLayerCall:
+    """That of one layer, whose weights and channels must stay where they are."""
+
+    def __init__(self, calls: LayerCalls, ranks: LayerRanks):
+        self._calls, self._held, weights = calls, ranks, calls.weights
+        found: dict[str, Channel | None] = {name: getattr(ranks, name) for name in MESSAGES}
+        self.channels = {name: channel for name, channel in found.items() if channel is not None}
+        self.ranks = sorted({rank for channel in self.channels.values() for rank in channel.ranks})
+        """Of the world, those that it exchanges messages with, itself included; none where it is alone."""
+        first, end = ranks.columns
+        self._ranks = _Ranks(
+            **{name: channel.address for name, channel in self.channels.items()},
+            widths=(ctypes.c_int64 * len(ranks.widths))(*ranks.widths),
+            first=first,
+            columns=end - first,
+            outputs_bias=None if ranks.outputs_bias is None else ranks.outputs_bias.data_ptr(),
+            feed_forward_bias=None if ranks.feed_forward_bias is None else ranks.feed_forward_bias.data_ptr(),
+        )
+        self._address = ctypes.addressof(self._ranks)
+        size, hidden = calls.dtype.itemsize, len(weights.input_norm.weight)
+        row = {
+            "inputs": max(ranks.widths, default=0) * size,
+            "partial": weights.heads * (weights.head_dim + 1) * torch.float32.itemsize,
+            "outputs": hidden * size,
+            "feed_forward": hidden * size,
+        }
+        # What this rank sends of each row, to all others together.
+        sent = {name: row[name] * (len(channel.ranks) - 1) for name, channel in self.channels.items()}
+        timed = [name for name in PARTS if name in sent or name == "attention"]
+        self._timed = [(PARTS.index(name), name, sent.get(name, 0)) for name in timed]
+        self._at = array("d", (0.0,) * (2 * len(PARTS)))
+        self.few = DecodeKernel.few(weights.heads // weights.kv_heads, 1)
+        """Whether the kernel for attention is for so many heads."""
+        shape = (weights.kv_heads, 1, weights.head_dim)
+        self.like = torch.empty(shape, dtype=calls.dtype, device="cpu")
+        """Keys, or values, of a row: the kind."""
+
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, step: TokenStep, table: RowTable, scale: float, window: int | None
+    ) -> tuple[Tensor, list[Moment]]:
+        """``[..., L, h]`` of hidden states ``[..., L, h]`` and rotary embeddings ``[..., L, D]``; rows lie in `table`.
+
+        Raises
+        ------
+        DistNetworkError
+            If another rank's connection is over, or nothing came in time.
+        """
+        calls, out = self._calls, torch.empty_like(x)
+        held = array("q", (table.bounds, table.runs, step.stored, table.first, step.seen(window)))
+        rows = x.numel() // x.shape[-1]
+        failed = calls.kernel.token_layer(
+            calls.address, self._address, held.buffer_info()[0], rows, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            scale, step.threads, out.data_ptr(), self._at.buffer_info()[0],
+        )  # fmt: skip
+        if failed:
+            for channel in self.channels.values():
+                channel.check()
+            raise MemoryError("no memory for a layer's activations")
+        at = self._at
+        return out, [Moment(name, sent * rows, *at[2 * number : 2 * number + 2]) for number, name, sent in self._timed]

@@ -1,0 +1,166 @@
+// What a decoder layer of the Llama kind does around its attention, for a few rows on processors. Every step is rounded as
+// where PyTorch computes it by itself.
+
+#pragma once
+
+#include <cmath>
+
+#include "few_rows.h"
+
+namespace {
+
+enum Activation { SILU, GELU, GELU_TANH };
+
+struct Layer {
+  int64_t type;  // 0 float32, 1 bfloat16, 2 float16
+  int64_t hidden, heads, kv_heads, head_dim, activation;
+  const void *input_norm, *output_norm, *q_norm, *k_norm;  // of the last two none, or one for each column of a head
+  float input_eps, output_eps, q_eps, k_eps;
+  Linear q, k, v, o, gate, up, down;  // those of this rank
+};
+
+// Calls with every vector of a row's columns: where it begins, and how many of its lanes there are.
+template <class Call> inline void each_vector(int64_t begin, int64_t end, Call call) {
+  for (; begin + LANES <= end; begin += LANES) call(begin, (int64_t)LANES);
+  if (begin < end) call(begin, end - begin);
+}
+
+template <class T> inline Floats some(const T* from, int64_t count) {
+  return count == LANES ? load(from) : load(from, count);
+}
+
+// An RMS norm of a row in float32: by its mean square, rounded, times its weight.
+template <class T> void normalise(float* row, int64_t dim, const T* weight, float eps) {
+  Floats squares{};
+  each_vector(0, dim, [&](int64_t d, int64_t count) {
+    const Floats own = some(row + d, count);
+    squares += own * own;
+  });
+  const Four four = folded(squares);
+  const float scale = 1.0f / std::sqrt((four[0] + four[1] + four[2] + four[3]) / dim + eps);
+  each_vector(0, dim, [&](int64_t d, int64_t count) {
+    const Floats found = kept<T>(some(weight + d, count) * kept<T>(some(row + d, count) * scale));
+    std::memcpy(row + d, &found, count * sizeof(float));
+  });
+}
+
+// Norms and rotary embeddings of a row of heads, in place: halves of a head turn together.
+template <class T>
+void rotate(T* heads, int64_t count, int64_t dim, const void* norm, float eps, const T* cos, const T* sin, float* own) {
+  const int64_t half = dim / 2;
+  for (int64_t head = 0; head < count; ++head, heads += dim) {
+    each_vector(0, dim, [&](int64_t d, int64_t lanes) { store_rounded(own + d, some(heads + d, lanes), lanes); });
+    if (norm) normalise(own, dim, (const T*)norm, eps);
+    std::copy(own, own + half, own + dim);
+    each_vector(0, dim, [&](int64_t d, int64_t lanes) {
+      Floats turned = some(own + d + half, lanes);
+      for (int64_t lane = 0; lane < LANES && d + lane < half; ++lane) turned[lane] = -turned[lane];
+      store_rounded(heads + d,
+                    kept<T>(some(own + d, lanes) * some(cos + d, lanes)) + kept<T>(turned * some(sin + d, lanes)),
+                    lanes);
+    });
+  }
+}
+
+template <class T> void rotate_all(const Layer& layer, int64_t rows, const T* cos, const T* sin, T* out) {
+  const int64_t dim = layer.head_dim, step = (layer.heads + 2 * layer.kv_heads) * dim;
+  std::vector<float> own(2 * dim + LANES);
+  for (int64_t row = 0; row < rows; ++row, out += step, cos += dim, sin += dim) {
+    rotate(out, layer.heads, dim, layer.q_norm, layer.q_eps, cos, sin, own.data());
+    rotate(out + layer.heads * dim, layer.kv_heads, dim, layer.k_norm, layer.k_eps, cos, sin, own.data());
+  }
+}
+
+inline Floats activated(Floats x, int64_t kind) {
+  // Of numbers beyond what exponentials reach nothing is left.
+  if (kind == SILU) return x < -87.0f ? x * exponential(x) : x / (1.0f + exponential(x < -87.0f ? all(0.0f) : -x));
+  Floats y;
+  if (kind == GELU_TANH) {
+    const Floats inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);
+    const Floats size = inner < 0.0f ? -inner : inner, found = hyperbolic_tangent(size);
+    y = inner < 0.0f ? -found : found;
+  } else {
+    for (int lane = 0; lane < LANES; ++lane) y[lane] = std::erf(x[lane] * 0.70710678118654752f);
+  }
+  return 0.5f * x * (1.0f + y);
+}
+
+// to = act(gate) * up, for columns [begin, end) of a row.
+template <class T> void gated(const T* gate, const T* up, int64_t begin, int64_t end, int64_t kind, float* to) {
+  each_vector(begin, end, [&](int64_t d, int64_t count) {
+    const Floats found = kept<T>(kept<T>(activated(some(gate + d, count), kind)) * some(up + d, count));
+    std::memcpy(to + d, &found, count * sizeof(float));
+  });
+}
+
+// This rank's queries, keys and values, before rotary embeddings, of hidden states.
+template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
+  Inputs inputs(x, rows, layer.hidden);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* const own = &inputs.wide[row * inputs.step];
+    normalise(own, layer.hidden, (const T*)layer.input_norm, layer.input_eps);
+  }
+  const Linear linears[] = {layer.q, layer.k, layer.v};
+  products(inputs.ready<T>(), linears, 3, threads, out);
+}
+
+// to [rows, hidden] = the sum of what `ranks` ranks have, [ranks, rows, hidden], in their order, and a bias if there is one;
+// added to `base` if there is one.
+template <class T>
+void add_parts(const Layer& layer, int64_t rows, const T* parts, int64_t ranks, const void* bias, const T* base, T* to) {
+  const int64_t hidden = layer.hidden, step = rows * hidden;
+  for (int64_t first = 0; first < step; first += hidden)
+    each_vector(0, hidden, [&](int64_t d, int64_t count) {
+      const T* const part = parts + first + d;
+      Floats sum = some(part, count);
+      for (int64_t rank = 1; rank < ranks; ++rank) sum += some(part + rank * step, count);
+      sum = kept<T>(sum);
+      if (bias) sum = kept<T>(sum + some((const T*)bias + d, count));
+      store_rounded(to + first + d, base ? some(base + first + d, count) + sum : sum, count);
+    });
+}
+
+// See megakv_feed_forward.
+template <class T>
+void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attended, bool projected, bool whole,
+                  int threads, T* middle, T* out) {
+  const int64_t hidden = layer.hidden, width = layer.gate.outputs;
+  const T* added = attended;
+  std::vector<T> found(projected ? 0 : rows * hidden);
+  if (!projected) {
+    Inputs inputs(attended, rows, layer.heads * layer.head_dim);
+    products(inputs.ready<T>(), &layer.o, 1, threads, found.data());
+    added = found.data();
+  }
+  Inputs inputs(x, rows, hidden);
+  for (int64_t row = 0; row < rows; ++row) {
+    float* const own = &inputs.wide[row * inputs.step];
+    T* const sum = middle + row * hidden;
+    each_vector(0, hidden, [&](int64_t d, int64_t count) {
+      const Floats found = kept<T>(some(own + d, count) + some(added + row * hidden + d, count));
+      store_rounded(sum + d, found, count);
+      std::memcpy(own + d, &found, count * sizeof(float));
+    });
+    normalise(own, hidden, (const T*)layer.output_norm, layer.output_eps);
+  }
+  inputs.ready<T>();
+  Inputs inner(rows, width);
+  std::vector<T> gate(rows * width), up(rows * width);
+  const Product<T> gates(inputs, layer.gate, gate.data(), width), ups(inputs, layer.up, up.data(), width);
+  const int64_t each = Product<T>::block(inputs);
+  divide(Product<T>::blocks(inputs, width), 2 * rows * hidden * width, threads, Product<T>::scratch(inputs),
+         [&](int64_t first, int64_t last, float* memory) {
+           gates.compute(first, last, memory);
+           ups.compute(first, last, memory);
+           for (int64_t row = 0; row < rows; ++row)
+             gated(&gate[row * width], &up[row * width], first * each, std::min(last * each, width),
+                   layer.activation, &inner.wide[row * inner.step]);
+         });
+  products(inner.ready<T>(), &layer.down, 1, threads, out);
+  if (whole)
+    each_vector(0, rows * hidden, [&](int64_t d, int64_t count) {
+      store_rounded(out + d, some(middle + d, count) + some(out + d, count), count);
+    });
+}
+
+}  // namespace
