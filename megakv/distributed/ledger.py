@@ -101,15 +101,18 @@ class Ledger:
 
     def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any, end: Any = None) -> None:
         """Count the time of a transfer that was posted and waited for at these moments and ended then, or just now."""
-        end, tally = self.mark() if end is None else end, self.tallies[operation, layer]
+        end = self.mark() if end is None else end
+        if self._coming or not self.clock.passed(end):
+            self._when_passed(end, lambda: self._transferred(operation, layer, posted, waited, end))
+        else:
+            self._transferred(operation, layer, posted, waited, end)
 
-        def count() -> None:
-            tally.seconds += self.clock.seconds(posted, end)
-            tally.seconds_exposed += self.clock.seconds(waited, end)
-            self._span(operation, "communication", posted, end, layer)
-            self._span(operation, "wait", waited, end, layer)
-
-        self._when_passed(end, count)
+    def _transferred(self, operation: str, layer: int | None, posted: Any, waited: Any, end: Any) -> None:
+        tally = self.tallies[operation, layer]
+        tally.seconds += self.clock.seconds(posted, end)
+        tally.seconds_exposed += self.clock.seconds(waited, end)
+        self._span(operation, "communication", posted, end, layer)
+        self._span(operation, "wait", waited, end, layer)
 
     def enter_dense(self, since: Any = None) -> None:
         """From here on, or then, the rank computes what needs no other: projections, feed-forward layers, norms."""
