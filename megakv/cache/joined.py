@@ -42,7 +42,7 @@ class JoinedStore(KVStore):
                     self._stores[other].crop(0, self._stores[other].rows(0) - 1)
                 return None
             tables.append(table)
-        return RowTable.joined(tables)
+        return tables[0] if len(tables) == 1 else RowTable.joined(tables)
 
     def part(self, sequence: int) -> Pair:
         return self._stores[sequence].part(0)

@@ -84,7 +84,7 @@ class TokenLayer:
             return self.before(hidden_states, *args, **kwargs)
         if (plan := self._plans.get(step.slices)) is None:
             plan = self._plans[step.slices] = self._made(self._slices if step.slices else None)
-        if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, *embeddings):
+        if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, embeddings, step):
             return self.before(hidden_states, *args, **kwargs)
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
@@ -130,13 +130,15 @@ class TokenLayer:
         self._runtime.stepped(step, layer, window)
         return out
 
-    def _fits(self, calls: LayerCalls, x: Tensor, *embeddings: Tensor) -> bool:
-        rows, dim = x.shape[-2], calls.weights.head_dim
-        if rows > self._products.most_rows or x.dtype != calls.dtype or type(x) is not Tensor or len(embeddings) != 2:
+    def _fits(self, calls: LayerCalls, x: Tensor, embeddings: tuple[Tensor, ...], step: ForwardPass) -> bool:
+        if type(x) is not Tensor or x.dtype != calls.dtype or not x.is_contiguous() or torch.is_grad_enabled():
             return False
-        shapes = all(part.shape == (1, rows, dim) and part.dtype == x.dtype for part in embeddings)
-        contiguous = x.is_contiguous() and all(part.is_contiguous() for part in embeddings)
-        return shapes and contiguous and x.device.type == "cpu" and not torch.is_grad_enabled()
+        rows, dim = x.shape[-2], calls.weights.head_dim
+        if rows > self._products.most_rows or x.device.type != "cpu":
+            return False
+        # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.
+        key = "embeddings", id(embeddings), dim
+        return step.once(key, lambda: (embeddings, _are_known(embeddings, (1, rows, dim), x.dtype)))[1]
 
     def _made(self, slices: LinearSlices | None) -> _Plan:
         attention, feed_forward = self._attention, self.layer.mlp
@@ -203,6 +205,12 @@ class TokenLayer:
         if isinstance(part, SummedColumns):
             return calls.add(middle, part.summands(own), linear.bias)
         return calls.add(middle, linear.all_reduce(own)[None], linear.bias)
+
+
+def _are_known(embeddings: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether rotary embeddings are cosines and sines of such a shape and type."""
+    fits = (part.shape == shape and part.dtype == dtype and part.is_contiguous() for part in embeddings)
+    return len(embeddings) == 2 and all(fits)
 
 
 def _summed_over(linear: Any, part: Any) -> Over | None:
