@@ -187,8 +187,6 @@ class ForwardHooks:
         _, step.local = step.wanted_of(step.rank)
         index = upload(step.local if len(step.local) else np.zeros(1, dtype=np.int64), device)
         step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
-        if len(index) < len(sequence):
-            self._last_layer.open()
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
@@ -198,10 +196,6 @@ class ForwardHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step = self._runtime.current
         outer = self._runtime.current = None if step is None else step.outer
-        if outer is None or outer.last is None or len(outer.last.rows) == outer.last.length:
-            self._last_layer.close()
-        else:
-            self._last_layer.open()
         self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None

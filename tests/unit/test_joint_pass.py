@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.fairkv.observation import Turn
 from megakv.forward_pass import Pauses
+from megakv.injection.token_layers import TokenLayers
 from tests.families import CONFIGS, VOCAB, llama, llama_dynamic_rope
 from tests.joint_passes import Interleaving
 
@@ -167,6 +168,26 @@ def test_a_turn_is_compressed_in_passes_of_its_own(alone: None) -> None:
         for caches, options in (([other], {}), ([own, engine.new_cache()], {}), ([own], {"pauses": Pauses(0, int)})):
             with pytest.raises(ValueError, match="a turn is of a cache|of their own|cannot be given pauses"):
                 engine.extend(caches, [[5]] * len(caches), turn=turn, **options)
+
+
+def test_tokens_within_a_pass_do_not_look_at_layers_again(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once behind the beginning of a prompt's pass: looking takes as long as a token."""
+    looks, look = list[int](), TokenLayers._look
+    monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
+    engine, _ = engine_of(llama())
+    with engine:
+        streams = [engine.new_cache(forgets=False) for _ in range(3)]
+        for stream in streams:
+            engine.extend([stream], [[3, 4, 5]])
+
+        def run(layer: int) -> int:
+            for _ in range(2):
+                engine.extend(streams, [[7]] * 3)
+            return layer + 1
+
+        for _ in range(3):
+            engine.extend([engine.new_cache(forgets=False)], [[1, 2, 3]], pauses=Pauses(0, run))
+    assert len(looks) == 3 and streams[0].length > 3 + 6
 
 
 def test_lengths_that_change_frequencies_are_named(alone: None) -> None:
