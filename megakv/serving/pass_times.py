@@ -37,7 +37,9 @@ class PassSize:
         return PassSize(self.prompt_tokens + new, pairs, self.sequences, self.context)
 
     def row(self) -> tuple[float, ...]:
-        return (1.0, self.prompt_tokens, self.prompt_pairs, self.sequences, self.context)
+        # What a pass takes in any case is more with many rows than with few.
+        reads = float(self.prompt_tokens > 0)
+        return (1.0, reads, self.prompt_tokens, self.prompt_pairs, self.sequences, self.context)
 
 
 class PassTimes:
