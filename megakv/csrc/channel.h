@@ -45,7 +45,8 @@ struct Line {
 
 static_assert(std::atomic<uint64_t>::is_always_lock_free && sizeof(Line) <= LINE, "processes share it");
 
-// Why a message did not come: nobody goes on waiting, sizes differ, or a connection is over; from CLOSED on it says whose.
+// Why a message did not come: nobody goes on waiting, sizes differ, which memory shows, or a connection is over; from CLOSED
+// on it says whose.
 enum Failure : int64_t { NONE = 0, GIVEN_UP = 2, SIZES = 3, CLOSED = 16 };
 
 struct Channel {

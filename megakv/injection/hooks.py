@@ -60,7 +60,7 @@ class ForwardHooks:
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
             planner.slices = self._slices.gains
-        self._layers = TokenLayers(model, products, self._slices, runtime)
+        self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer)
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
@@ -187,6 +187,8 @@ class ForwardHooks:
         _, step.local = step.wanted_of(step.rank)
         index = upload(step.local if len(step.local) else np.zeros(1, dtype=np.int64), device)
         step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
+        if len(index) < len(sequence):
+            self._last_layer.open()
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
@@ -196,6 +198,10 @@ class ForwardHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step = self._runtime.current
         outer = self._runtime.current = None if step is None else step.outer
+        if outer is None or outer.last is None or len(outer.last.rows) == outer.last.length:
+            self._last_layer.close()
+        else:
+            self._last_layer.open()
         self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None

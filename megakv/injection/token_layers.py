@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
 from megakv.attention.token_layer import LayerRanks, TokenLayerCall
+from megakv.distributed.channel import FEW_ROWS
 from megakv.distributed.comm import Over
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.interface import attend_of, described_mask, scoring_of
+from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, layers_of
@@ -28,10 +30,6 @@ from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"
-OPERATIONS = {
-    "inputs": "linear_gather", "partial": "replicated", "outputs": "linear_sum", "feed_forward": "linear_sum",
-}  # fmt: skip
-"""What its messages are called, where a layer is one call."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +46,8 @@ class _Plan:
     None where that is all."""
     whole: TokenLayerCall | None
     """All of that in one call, for rows that are in this memory alone."""
+    operations: dict[str, str]
+    """What the messages of that call are called."""
 
 
 class TokenLayer:
@@ -90,7 +90,7 @@ class TokenLayer:
         window = described_mask(attention, kwargs.get("attention_mask")).window
         if (
             plan.whole is not None
-            and (out := self._at_once(plan.whole, step, hidden_states, cos, sin, window)) is not None
+            and (out := self._at_once(plan.whole, plan.operations, step, hidden_states, cos, sin, window)) is not None
         ):
             return out
         found = calls.project(hidden_states, cos, sin, whole=plan.gather is None)
@@ -106,11 +106,19 @@ class TokenLayer:
         return out if plan.add is None else plan.add(middle, out)
 
     def _at_once(
-        self, call: TokenLayerCall, step: ForwardPass, x: Tensor, cos: Tensor, sin: Tensor, window: int | None
+        self,
+        call: TokenLayerCall,
+        operations: dict[str, str],
+        step: ForwardPass,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        window: int | None,
     ) -> Tensor | None:
         """The layer in one call; None, with nothing done, where rows lie elsewhere too, or a pass comes between."""
         one, comm, layer = step.token_step, self._runtime.comm, self._attention.layer_idx
-        if one is None or step.pauses is not None or not call.few or x.shape[-2] != one.batch:
+        rows = x.shape[-2]
+        if one is None or step.pauses is not None or not call.few or rows != one.batch or rows > FEW_ROWS:
             return None
         table = one.rows(step.cache.store(layer), call.like, call.like)
         if table is None:
@@ -121,9 +129,9 @@ class TokenLayer:
         for part, sent, first, last in moments:
             first, last = begun + first, begun + last
             comm.ledger.leave_dense(first)
-            if part in OPERATIONS:
-                comm.ledger.sent(OPERATIONS[part], layer, sent)
-                comm.ledger.transfer(OPERATIONS[part], layer, first, first, last)
+            if part in operations:
+                comm.ledger.sent(operations[part], layer, sent)
+                comm.ledger.transfer(operations[part], layer, first, first, last)
             else:
                 comm.ledger.computed_since(first, part, layer, last)
             comm.ledger.enter_dense(last)
@@ -177,10 +185,13 @@ class TokenLayer:
         if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
             add = functools.partial(self._added, calls, down_part)
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
-        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part))
+        return _Plan(calls, gather, projects, add, *self._whole(calls, gather, o_part, down_part))
 
-    def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> TokenLayerCall | None:
-        """All of the layer in one call, given what ranks have of it; None where they have no channel for that."""
+    def _whole(
+        self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any
+    ) -> tuple[TokenLayerCall | None, dict[str, str]]:
+        """All of the layer in one call, given what ranks have of it, and what its messages are called; None where ranks
+        have no channel for that."""
         mesh, channels = self._runtime.comm.mesh, self._runtime.comm.channels
         o, down = self._attention.o_proj, self.layer.mlp.down_proj
         over: dict[str, Over | None] = {
@@ -190,15 +201,19 @@ class TokenLayer:
             "feed_forward": _summed_over(down, down_part),
         }
         if not all(group is None or group in channels for group in over.values()):
-            return None
+            return None, {}
         ranks = LayerRanks(
             **{name: None if group is None else channels[group] for name, group in over.items()},
             widths=() if gather is None else gather.widths,
             columns=(0, o.weight.shape[1]) if o_part is None else o_part.columns,
-            outputs_bias=o.bias,
-            feed_forward_bias=down.bias,
+            outputs_bias=None if o.bias is None else o.bias.detach(),
+            feed_forward_bias=None if down.bias is None else down.bias.detach(),
         )
-        return TokenLayerCall(calls, ranks)
+        operations = {"inputs": "linear_gather", "partial": "replicated"}
+        operations |= {
+            name: "tp_all_reduce" if over[name] == "tp" else "linear_sum" for name in ("outputs", "feed_forward")
+        }
+        return TokenLayerCall(calls, ranks), operations
 
     def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
         linear = self.layer.mlp.down_proj
@@ -234,14 +249,16 @@ class TokenLayers:
         products: Products,
         slices: LinearSlices | None,
         runtime: Runtime,
+        last_layer: LastLayerRows,
     ):
-        self._comm = comm = runtime.comm
+        self._comm, self._last_layer = runtime.comm, last_layer
+        comm = runtime.comm
         self.layers: list[TokenLayer] = []
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale = True
-        # Of all modules, and the sum of their numbers when layers were looked at: they come and go at any time, and
-        # each has a number above those before.
+        # Of all modules, and the sum of their numbers when layers were looked at, but for the last layer's, which come
+        # and go with passes: others do at any time, and each has a number above those before.
         self._hooks: list[dict[int, Any]] = []
         # What ranks exchange messages through is made anew after failures.
         self._channels = comm.channels
@@ -267,8 +284,8 @@ class TokenLayers:
             self._stale = True
             return
         same = step.cache.outlives if step.generation is None else step.generation is self._generation()
-        heard = sum(map(sum, self._hooks)) == self._heard and self._channels is self._comm.channels
-        if self._stale or not same or not heard:
+        alike = self._heard_now() == self._heard and self._channels is self._comm.channels
+        if self._stale or not same or not alike:
             self._look()
         # Not held: with it goes its cache.
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
@@ -277,9 +294,12 @@ class TokenLayers:
     def _look(self) -> None:
         modules = [module for own in self.layers for module in own.layer.modules()]
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._heard, self._channels = sum(map(sum, self._hooks)), self._comm.channels
+        self._heard, self._channels = self._heard_now(), self._comm.channels
         for own in self.layers:
             own.look()
+
+    def _heard_now(self) -> int:
+        return sum(map(sum, self._hooks)) - self._last_layer.numbers
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""

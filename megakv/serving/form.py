@@ -52,12 +52,12 @@ class Form:
             raise ValueError(f"parameters of {name!r}: {error}") from error
 
     @classmethod
-    def calls(cls, functions: Sequence[tuple[str, dict[str, Any]]], tokenizer: LLTokenizer, *, several: bool) -> Form:
-        """That of a JSON array of one call or `several`, each of a function by its name, with parameters of its schema.
+    def calls(cls, functions: Sequence[tuple[str, dict[str, Any]]], tokenizer: LLTokenizer, *, most: int) -> Form:
+        """That of a JSON array of calls, at `most` so many: each of a function by name, with parameters of its schema.
 
         Every schema stays a document of its own, in which its references hold.
         """
-        rules = ['start: "[" call ("," call)* "]"' if several else 'start: "[" call "]"']
+        rules = [f'start: "[" call ("," call){{0,{most - 1}}} "]"' if most > 1 else 'start: "[" call "]"']
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
         for number, (name, schema) in enumerate(functions):
             head = json.dumps(f"{CALL_NAME}{json.dumps(name)}{CALL_ARGUMENTS}")

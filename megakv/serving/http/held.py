@@ -12,7 +12,7 @@ from megakv.serving.form import Form
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts
 from megakv.serving.http.response_schemas import ResponseBody, ResponseFormat
-from megakv.serving.http.schemas import ChatBody, TextFormat
+from megakv.serving.http.schemas import MOST_TOOLS, ChatBody, TextFormat
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,8 @@ class Held:
 def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | None) -> Held | None:
     """What a body asks for, None where an answer may be anything; an ApiError where fields do not go together."""
     held = _calls(body) if body.must_call else None
+    if held is not None and body.stop:
+        raise _wrong(held.field, "calls are not cut off by stop; leave one of the two out")
     schema = None if given is None else given.schema_of_json
     if schema is not None:
         if body.functions:
@@ -44,8 +46,8 @@ def _calls(body: ChatBody | ResponseBody) -> Held:
     if not functions:
         raise _wrong("tool_choice", "there are no tools to call; give some, or leave it out")
     if name is None:
-        several = body.parallel_tool_calls is not False
-        return Held("tool_choice", partial(Form.calls, functions, several=several), CallsParts)
+        most = 1 if body.parallel_tool_calls is False else MOST_TOOLS
+        return Held("tool_choice", partial(Form.calls, functions, most=most), CallsParts)
     schema = dict(functions).get(name)
     if schema is None:
         names = ", ".join(repr(known) for known, _ in functions)

@@ -180,6 +180,7 @@ def tool(parameters: dict[str, Any]) -> list[Any]:
         ({"tools": tool({"description": "x" * 70_000})}, "allowed: 65536"),
         ({"response_format": {"type": "json_object"}, "tools": tool({})}, "response_format"),
         ({"ignore_eos": True, "tools": tool({})}, "tool_choice: it does not go together with ignore_eos"),
+        ({"stop": ["}"], "tools": tool({})}, "tool_choice: calls are not cut off by stop"),
     ],
 )
 def test_what_cannot_be_is_said(choice: Any, body: dict[str, Any], says: str, served: Served) -> None:

@@ -5,8 +5,10 @@ import random
 from typing import Any
 
 import pytest
+from llguidance.hf import from_tokenizer
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
+from megakv.serving.form import Form
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.parts import CallsParts, Part, Parts, free_parts
 from megakv.serving.http.schemas import ChatBody
@@ -95,6 +97,22 @@ def test_what_ends_within_a_call_is_no_error(served: ServedModel) -> None:
         found = parts(served, 'Yes.<tool_call>{"name": "wea')
         assert not any(isinstance(part, ToolCall) for part in found)
         assert "".join(part for part in found if isinstance(part, str)).strip() == "Yes."
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_an_array_has_no_more_calls_than_may_be_sent_back(served: ServedModel, most: int) -> None:
+    words = from_tokenizer(served.tokenizer)
+    form = Form.calls([("f", {"type": "object", "properties": {}})], words, most=most)
+
+    def fits(calls: int) -> bool:
+        state, text = form.begin(), "[" + ",".join(calls * ['{"name":"f","parameters":{}}']) + "]"
+        for token in served.tokenizer.encode(text, add_special_tokens=False):
+            if not state.allowed(words.vocab_size)[token]:
+                return False
+            state.take(token)
+        return True
+
+    assert [fits(calls) for calls in range(1, most + 2)] == [*[True] * most, False]
 
 
 def test_an_array_is_cut_into_calls() -> None:
