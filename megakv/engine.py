@@ -227,6 +227,12 @@ class MegaKVEngine(InferenceEngine):
         return self._offloader is None and self._config.megakv.fairkv.mapping is None
 
     @property
+    def mixes(self) -> bool:
+        """Whether a pass of prompts and single tokens takes less than one of each, by what was computed last."""
+        assert self._hooks is not None
+        return self._hooks.mixes
+
+    @property
     def gives_spans(self) -> bool:
         """Whether caches that are not compressed give what `ShardedCache.span` takes out: none with copies of heads."""
         return self._runtime.replicas is None

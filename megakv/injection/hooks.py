@@ -64,6 +64,11 @@ class ForwardHooks:
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
+    @property
+    def mixes(self) -> bool:
+        """Whether a pass of prompts and single tokens takes less than one of each: not where layers are one call."""
+        return not self._layers.known
+
     def remove(self) -> None:
         """Take the hooks off the model."""
         self._layers.remove()

@@ -65,6 +65,11 @@ class TokenLayer:
         self._seen: Any = None
         self._plans: dict[bool, _Plan] = {}
 
+    @property
+    def known(self) -> bool:
+        """Whether the layer is of the kind."""
+        return self._attention is not None
+
     def look(self) -> None:
         """See whether the layer is of the kind, and whether its weights are where they were."""
         if not is_known(self.layer):
@@ -297,6 +302,11 @@ class TokenLayers:
         self._heard, self._channels = self._heard_now(), self._comm.channels
         for own in self.layers:
             own.look()
+
+    @property
+    def known(self) -> bool:
+        """Whether some layer was of the kind when it was looked at last."""
+        return any(own.known for own in self.layers)
 
     def _heard_now(self) -> int:
         return sum(map(sum, self._hooks)) - self._last_layer.numbers

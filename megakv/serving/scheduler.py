@@ -4,7 +4,7 @@ Those of higher priority are admitted first, and among equals users take turns. 
 read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
 short ones take longer in all: such a pass pauses between layers, where streams have their tokens, and newcomers their
 first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
-many of them as that takes.
+many of them as that takes. Where a pass of both takes longer than one of each, prompts and streams never share one.
 """
 
 from __future__ import annotations
@@ -105,10 +105,13 @@ class Choice:
 
 
 class Scheduler:
-    """How large the next pass is, for the settings, the layers of the model, and the times of passes so far."""
+    """How large the next pass is, for the settings, the layers of the model, and the times of passes so far.
 
-    def __init__(self, settings: ServingSettings, times: PassTimes, layers: int = 1):
-        self._settings, self._times, self._layers = settings, times, layers
+    `mixes` says whether a pass may have prompts and streams.
+    """
+
+    def __init__(self, settings: ServingSettings, times: PassTimes, layers: int = 1, *, mixes: bool = True):
+        self._settings, self._times, self._layers, self._mixes = settings, times, layers, mixes
         # Seconds that decoding is behind its share.
         self._owed = 0.0
         # Of passes that pause: layers between two pauses, those that were so far, by how much the latest ones exceeded
@@ -118,8 +121,8 @@ class Scheduler:
         # What comes before the first layer of such a pass, and so is part of its first slice: as it was in the latest.
         self._start_s, self._first = 0.0, (0, 0.0)
         self._decoded = self._read = False
-        # It has ended, and streams have waited since its last pause.
-        self._due = False
+        # It has ended, and streams have waited since its last pause; or they wait for a short one of prompts alone.
+        self._due = self._waits = False
         # Before it those prompts had their turn that end within a gap.
         self._ended = False
 
@@ -131,6 +134,8 @@ class Scheduler:
                 alone = seconds
             # It advanced every stream by a token, for which decoding alone takes so long; one too many is made up for.
             self._owed = max(-alone, self._owed + self._settings.decode_share * seconds - alone)
+        elif self._waits:
+            self._owed += self._settings.decode_share * seconds
         else:
             self._owed = 0.0
         self._times.add(size, seconds)
@@ -145,7 +150,7 @@ class Scheduler:
 
     def next(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
         """The next pass, given what of it would decode."""
-        due, self._due = self._due, False
+        due, self._due, self._waits = self._due, False, False
         if not decoding.sequences:
             # Nobody waited.
             self._owed = 0.0
@@ -159,11 +164,11 @@ class Scheduler:
         planned_s = max(slice_s - self._start_s, LEAST_SLICE * slice_s) / max(self._exceeds, default=1.0)
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
-            return Choice(least)
+            return self._beside(least, decoding)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
         self._ended = any(ending) and not self._ended
         if self._ended:
-            return Choice(ending)
+            return self._beside(ending, decoding)
         seconds = self._times.seconds(_size(PassSize(), readers, most))
         stride = min(int(planned_s * self._layers / seconds), self._layers) if seconds else self._layers
         if 2 <= stride < self._layers and stride * seconds < WELL_FILLED * planned_s * self._layers:
@@ -181,6 +186,7 @@ class Scheduler:
 
         `sliced` is how long the pass went on before this pause, with the first call in each.
         """
+        self._waits = False
         if sliced is not None:
             self._decoded = self._read = False
             if not self._passed:
@@ -200,8 +206,17 @@ class Scheduler:
         if reads:
             self._read = True
             chunks = self._chunks(readers, turns(readers), decoding, self._gap)
+            if decoding.sequences and not self._mixes:
+                # Their tokens come behind it.
+                self._decoded, self._waits = False, True
+                return Choice(chunks, decodes=False)
             return Choice(chunks, layers=None if self._settings.decode_share else self._stride)
         return Choice([0] * len(readers), decodes=False, layers=self._stride)
+
+    def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
+        """Chunks, and a token of each stream: in one pass, or in the next one."""
+        self._due = self._waits = decoding.sequences > 0 and not self._mixes
+        return Choice(chunks, decodes=not self._due)
 
     def chunk(self, reader: Reader, *, others: bool) -> int:
         """How much of its prompt one reads in a pass of its own: within a gap, if there are `others`."""

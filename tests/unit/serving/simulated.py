@@ -74,12 +74,18 @@ class Simulation:
     """A leader, and ranks that do as it says; with `copies`, caches share no memory with what is kept, nor passes."""
 
     def __init__(
-        self, settings: ServingSettings, *, machine: Machine | None = None, disk: int = 0, copies: int | None = None
+        self,
+        settings: ServingSettings,
+        *,
+        machine: Machine | None = None,
+        disk: int = 0,
+        copies: int | None = None,
+        mixes: bool = True,
     ):
         self.now = 0.0
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
-        scheduler = Scheduler(settings, PassTimes(), LAYERS)
+        scheduler = Scheduler(settings, PassTimes(), LAYERS, mixes=mixes)
         capacity = settings.kv_tokens or 1 << 40
         self._room, self._copies = capacity, copies
         space: dict[str, Any] = {"capacity": capacity, "copies": copies, "joins": copies is None}

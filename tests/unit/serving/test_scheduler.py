@@ -1,6 +1,7 @@
 """The scheduler by a fake clock: gaps, shares, fairness; and the times of passes against what they came from."""
 
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -30,11 +31,12 @@ def warm_up(simulation: Simulation) -> None:
     simulation.run()
 
 
-def test_streams_do_not_stall_while_a_long_prompt_is_read() -> None:
+@pytest.mark.parametrize("mixes", [True, False])
+def test_streams_do_not_stall_while_a_long_prompt_is_read(mixes: bool) -> None:
     machine = Machine()
     gap = machine.seconds([0], [7000], [False]) / 50
     alone = reading_alone(machine, 7000, gap)
-    simulation = Simulation(ServingSettings(max_gap_s=gap), machine=machine)
+    simulation = Simulation(ServingSettings(max_gap_s=gap), machine=machine, mixes=mixes)
     warm_up(simulation)
     streams = [simulation.submit(f"s{number}", tokens(5), 500) for number in range(4)]
     for _ in range(10):
@@ -51,11 +53,12 @@ def test_streams_do_not_stall_while_a_long_prompt_is_read() -> None:
     assert long.times[0] - long.submitted <= 1.1 * alone
 
 
+@pytest.mark.parametrize("mixes", [True, False])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
-def test_decoding_keeps_its_share(share: float) -> None:
+def test_decoding_keeps_its_share(share: float, mixes: bool) -> None:
     machine = Machine()
     gap = machine.seconds([0], [7000], [False]) / 60
-    simulation = Simulation(ServingSettings(max_gap_s=gap, decode_share=share), machine=machine)
+    simulation = Simulation(ServingSettings(max_gap_s=gap, decode_share=share), machine=machine, mixes=mixes)
     warm_up(simulation)
     streams = [simulation.submit(f"s{number}", tokens(5), 4000) for number in range(4)]
     for _ in range(60):
@@ -69,6 +72,30 @@ def test_decoding_keeps_its_share(share: float) -> None:
     # Seven tokens of a hundred for what the share is made of: whole passes.
     assert (len(streams[0].tokens) - before) / took >= 0.93 * share * rate
     assert took <= 1.05 * reading_alone(machine, 7000, gap) / (1 - share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_prompts_and_streams_share_no_pass_where_that_takes_longer(share: float) -> None:
+    """Whoever comes with a short prompt, at any time, beside streams or a long prompt too."""
+    settings = ServingSettings(max_gap_s=0.3, decode_share=share)
+    simulation = Simulation(settings, mixes=False)
+    warm_up(simulation)
+    mixed, seconds = [], simulation.machine.seconds
+
+    def noted(pasts: Sequence[int], new: Sequence[int], decodes: Sequence[bool]) -> float:
+        mixed.append(len(set(decodes)) > 1)
+        return seconds(pasts, new, decodes)
+
+    simulation.machine.seconds = noted  # type: ignore[method-assign]
+    streams = [simulation.submit(f"s{number}", tokens(5), 300) for number in range(3)]
+    for number in range(12):
+        for _ in range(10):
+            simulation.step()
+        streams.append(simulation.submit(f"later{number}", tokens(3000 if number == 4 else 40), 100))
+    simulation.run()
+    assert not any(mixed) and len(mixed) > 300
+    assert all(stream.finished is not None for stream in streams)
+    assert max(max(stream.gaps) for stream in streams) <= 0.3
 
 
 def test_nothing_is_owed_to_streams_that_were_not_there() -> None:
