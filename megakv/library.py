@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -65,8 +66,25 @@ def compiled(source: Path, folder: Path, compiler: str, flags: tuple[str, ...]) 
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    # Several processes may compile at once: none waits for another, and none loads what is half written.
-    handle, name = tempfile.mkstemp(suffix=".so", dir=folder)
+    with _turn(folder / f"{source.stem}.lock"):
+        if not path.exists():
+            _compile(source, path, compiler, flags)
+    return path
+
+
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """One process after the other: all ranks want the same at the same time, and one of them need compile it."""
+    with open(path, "w") as lock:
+        # Where files cannot be locked all compile.
+        with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(source: Path, path: Path, compiler: str, flags: tuple[str, ...]) -> None:
+    # Nobody loads what is half written.
+    handle, name = tempfile.mkstemp(suffix=".so", dir=path.parent)
     os.close(handle)
     try:
         done = subprocess.run(
@@ -79,4 +97,3 @@ def compiled(source: Path, folder: Path, compiler: str, flags: tuple[str, ...]) 
     finally:
         with suppress(FileNotFoundError):
             os.unlink(name)
-    return path
