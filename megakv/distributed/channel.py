@@ -31,8 +31,6 @@ from megakv.library import load
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 256 << 10
 """Longer messages go through memory in pieces of this size."""
-FEW_ROWS = 64
-"""Rows of a pass up to which whatever ranks sum up goes through channels, in compiled calls and outside of them."""
 SIZES, CLOSED = 3, 16
 """Why a message did not come, by the calls' numbers: sizes differ; from `CLOSED` on, whose connection is over."""
 _Waiting = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_double)

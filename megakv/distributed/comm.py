@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
-from megakv.distributed.channel import FEW_ROWS, Channel, make_channel
+from megakv.distributed.channel import Channel, make_channel
 from megakv.distributed.direct import AT_ONCE_BYTES, MESSAGE_BYTES, cores_suffice, exchange
 from megakv.distributed.failures import Failures, joining
 from megakv.distributed.guard import Guard
@@ -323,14 +323,7 @@ class Communicator:
         return tensor
 
     def tp_all_reduce(self, tensor: Tensor, *, operation: str = "tp_all_reduce", layer: int | None = None) -> Tensor:
-        """Sum over the tensor-parallel group, in place; in shared memory where that can be.
-
-        Of few rows it is gathered and summed up, as compiled calls do it: of the ranks that meet in a layer, some may
-        compute it in one and others not.
-        """
-        rows = tensor.numel() // tensor.shape[-1] if tensor.dim() > 1 else tensor.numel()
-        if "tp" in self.channels and rows <= FEW_ROWS and self._direct(tensor):
-            return tensor.copy_(self.sum_in_order(tensor, "tp", operation=operation, layer=layer))
+        """Sum over the tensor-parallel group, in place; in shared memory where that can be."""
         if not self.mesh.shared_memory:
             return self.all_reduce(tensor, "tp", operation=operation, layer=layer)
         sent = _all_reduce_bytes(tensor, self.mesh.tp_size)

@@ -18,7 +18,6 @@ from transformers import PreTrainedModel
 
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
 from megakv.attention.token_layer import LayerRanks, TokenLayerCall
-from megakv.distributed.channel import FEW_ROWS
 from megakv.distributed.comm import Over
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.interface import attend_of, described_mask, scoring_of
@@ -30,6 +29,12 @@ from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"
+
+
+OPERATIONS = {
+    "inputs": "linear_gather", "partial": "replicated", "outputs": "linear_sum", "feed_forward": "linear_sum",
+}  # fmt: skip
+"""What its messages are called, where a layer is one call."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,6 @@ class _Plan:
     None where that is all."""
     whole: TokenLayerCall | None
     """All of that in one call, for rows that are in this memory alone."""
-    operations: dict[str, str]
-    """What the messages of that call are called."""
 
 
 class TokenLayer:
@@ -95,7 +98,7 @@ class TokenLayer:
         window = described_mask(attention, kwargs.get("attention_mask")).window
         if (
             plan.whole is not None
-            and (out := self._at_once(plan.whole, plan.operations, step, hidden_states, cos, sin, window)) is not None
+            and (out := self._at_once(plan.whole, step, hidden_states, cos, sin, window)) is not None
         ):
             return out
         found = calls.project(hidden_states, cos, sin, whole=plan.gather is None)
@@ -113,7 +116,6 @@ class TokenLayer:
     def _at_once(
         self,
         call: TokenLayerCall,
-        operations: dict[str, str],
         step: ForwardPass,
         x: Tensor,
         cos: Tensor,
@@ -122,8 +124,7 @@ class TokenLayer:
     ) -> Tensor | None:
         """The layer in one call; None, with nothing done, where rows lie elsewhere too, or a pass comes between."""
         one, comm, layer = step.token_step, self._runtime.comm, self._attention.layer_idx
-        rows = x.shape[-2]
-        if one is None or step.pauses is not None or not call.few or rows != one.batch or rows > FEW_ROWS:
+        if one is None or step.pauses is not None or not call.few or x.shape[-2] != one.batch:
             return None
         table = one.rows(step.cache.store(layer), call.like, call.like)
         if table is None:
@@ -134,9 +135,9 @@ class TokenLayer:
         for part, sent, first, last in moments:
             first, last = begun + first, begun + last
             comm.ledger.leave_dense(first)
-            if part in operations:
-                comm.ledger.sent(operations[part], layer, sent)
-                comm.ledger.transfer(operations[part], layer, first, first, last)
+            if part in OPERATIONS:
+                comm.ledger.sent(OPERATIONS[part], layer, sent)
+                comm.ledger.transfer(OPERATIONS[part], layer, first, first, last)
             else:
                 comm.ledger.computed_since(first, part, layer, last)
             comm.ledger.enter_dense(last)
@@ -190,13 +191,14 @@ class TokenLayer:
         if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
             add = functools.partial(self._added, calls, down_part)
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
-        return _Plan(calls, gather, projects, add, *self._whole(calls, gather, o_part, down_part))
+        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part))
 
-    def _whole(
-        self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any
-    ) -> tuple[TokenLayerCall | None, dict[str, str]]:
-        """All of the layer in one call, given what ranks have of it, and what its messages are called; None where ranks
-        have no channel for that."""
+    def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> TokenLayerCall | None:
+        """All of the layer in one call, given what ranks have of it; None where they have no channel for that.
+
+        Nor where linears are summed over tensor-parallel ranks alone, which is another way: of the ranks that meet in a
+        layer, some may compute it in one call and others not.
+        """
         mesh, channels = self._runtime.comm.mesh, self._runtime.comm.channels
         o, down = self._attention.o_proj, self.layer.mlp.down_proj
         over: dict[str, Over | None] = {
@@ -205,8 +207,8 @@ class TokenLayer:
             "outputs": _summed_over(o, o_part),
             "feed_forward": _summed_over(down, down_part),
         }
-        if not all(group is None or group in channels for group in over.values()):
-            return None, {}
+        if "tp" in over.values() or not all(group is None or group in channels for group in over.values()):
+            return None
         ranks = LayerRanks(
             **{name: None if group is None else channels[group] for name, group in over.items()},
             widths=() if gather is None else gather.widths,
@@ -214,11 +216,7 @@ class TokenLayer:
             outputs_bias=None if o.bias is None else o.bias.detach(),
             feed_forward_bias=None if down.bias is None else down.bias.detach(),
         )
-        operations = {"inputs": "linear_gather", "partial": "replicated"}
-        operations |= {
-            name: "tp_all_reduce" if over[name] == "tp" else "linear_sum" for name in ("outputs", "feed_forward")
-        }
-        return TokenLayerCall(calls, ranks), operations
+        return TokenLayerCall(calls, ranks)
 
     def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
         linear = self.layer.mlp.down_proj

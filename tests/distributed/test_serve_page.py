@@ -53,9 +53,12 @@ def test_a_document_is_read_once_and_asked_about(browser: Browser, tmp_path: Pat
         browser.run("document.getElementById('ask').click()")
         browser.wait_for(turns(1))
         text = browser.run("document.querySelector('.turn').innerText")
-        assert "<b>aa</b> bb" in text and "first word after" in text and "20 generated" in text, text
-        assert "0 of them cached" in text
-        assert browser.run("document.querySelector('.answer').textContent.split(' ').length") == 20
+        assert "<b>aa</b> bb" in text and "first word after" in text and "0 of them cached" in text, text
+        # Some drawn documents end an answer before that.
+        generated = re.search(r"(\d+) generated", text)
+        assert generated is not None and 1 <= int(generated[1]) <= 20, text
+        words = browser.run("document.querySelector('.answer').textContent.split(' ').length")
+        assert 1 <= words <= int(generated[1]), text
         seen = browser.run("clearInterval(timer), seen.filter((text) => text.includes('tokens read'))")
         assert seen and any("to go" in each for each in seen), seen
         shares = browser.run("document.getElementById('shares').textContent")
