@@ -19,9 +19,9 @@ from megakv.attention.layer import LayerCalls
 from megakv.attention.step import RowTable, TokenStep
 from megakv.distributed.channel import Channel
 
-MESSAGES = ("inputs", "partial", "outputs", "feed_forward")
 PARTS = ("inputs", "attention", "partial", "outputs", "feed_forward")
 """What of a layer is timed, by the call's numbers: attention, and messages."""
+MESSAGES = tuple(name for name in PARTS if name != "attention")
 
 
 @dataclass(frozen=True)

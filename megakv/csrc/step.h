@@ -55,7 +55,6 @@ template <class T> void finish(const float* from, int64_t dim, float factor, T* 
   for (int64_t i = 0; i < dim; ++i) to[i] = rounded(from[i] * factor, T{});
 }
 
-
 // See megakv_step.
 template <class T>
 void attend_step(const Step& s, const int64_t* bounds, const Run* runs, const uint8_t* stored, const int64_t* first,

@@ -212,7 +212,7 @@ class TokenLayer:
         ranks = LayerRanks(
             **{name: None if group is None else channels[group] for name, group in over.items()},
             widths=() if gather is None else gather.widths,
-            columns=(0, o.weight.shape[1]) if o_part is None else o_part.columns,
+            columns=(0, 0) if o_part is None else o_part.columns,
             outputs_bias=None if o.bias is None else o.bias.detach(),
             feed_forward_bias=None if down.bias is None else down.bias.detach(),
         )
