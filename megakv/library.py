@@ -66,20 +66,23 @@ def compiled(source: Path, folder: Path, compiler: str, flags: tuple[str, ...]) 
     if path.exists():
         return path
     folder.mkdir(parents=True, exist_ok=True)
-    with _turn(folder / f"{source.stem}.lock"):
+    with _turn(folder):
         if not path.exists():
             _compile(source, path, compiler, flags)
     return path
 
 
 @contextmanager
-def _turn(path: Path) -> Iterator[None]:
+def _turn(folder: Path) -> Iterator[None]:
     """One process after the other: all ranks want the same at the same time, and one of them need compile it."""
-    with open(path, "w") as lock:
-        # Where files cannot be locked all compile.
+    lock = os.open(folder, os.O_RDONLY)
+    try:
+        # Where folders cannot be locked all compile.
         with suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(lock)
 
 
 def _compile(source: Path, path: Path, compiler: str, flags: tuple[str, ...]) -> None:

@@ -128,9 +128,14 @@ def map_heads(
         except ValueError:
             if head_tokens is None:
                 raise
-            # Divided by tokens alone, what requests keep takes the ranks less room.
-            head_tokens = None
-            layers, bound = replace(memory, fixed=()).within(mapped, fallback)
+            # Divided by tokens alone, what requests keep takes the ranks less room; and less again in mappings that
+            # level tokens, whatever they cost.
+            head_tokens, memory = None, replace(memory, fixed=())
+            try:
+                layers, bound = memory.within(mapped, fallback)
+            except ValueError:
+                bound = mapped(None)[1]
+                layers, _ = memory.within(lambda cap: map_layers(budgets, limits, split, memory_cap=cap), fallback)
     if objective in ("barrier", "requests") and split == "free" and memory is None:
         layers = _placed_for_requests(profile, layers, limits, objective)
     found = balance(layers, budgets, tp_size)
