@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -115,24 +116,33 @@ class Generation:
 
 @dataclass
 class Pauses:
-    """Where a pass stops between two layers, on all ranks alike, for other passes to run within it (layered prefill).
+    """Where a pass pauses, on all ranks alike, for other passes to run within it (layered prefill).
 
-    What the layers of a pass have in hand is on the stack of their calls, so that another one can begin and end there.
+    It can before the attention of a layer and behind it, at stops 2n and 2n + 1 of layer n. What the layers have in
+    hand is on the stack of their calls, so that another pass can begin and end there.
     """
 
     at: int
-    """The next layer before whose attention it stops."""
-    run: Callable[[int], int]
-    """Does what there is to do, given that layer, and says at which the next stop is."""
+    """The next stop at which it pauses."""
+    run: Callable[[int, list[float]], int]
+    """Does what there is to do, given that stop and when each one since the last pause was reached, by
+    `time.perf_counter`; says at which stop the next pause is.
+    """
     running: bool = False
-    """Whether it is at a stop: what begins now is within the pass."""
+    """Whether it pauses: what begins now is within the pass."""
+    _reached: int = -1
+    _moments: list[float] = field(default_factory=list)
 
-    def reach(self, layer: int) -> None:
-        """The pass is at a layer."""
-        if layer >= self.at:
-            self.running = True
+    def reach(self, stop: int) -> None:
+        """The pass is at a stop, perhaps again."""
+        if stop <= self._reached:
+            return
+        self._reached = stop
+        self._moments.append(time.perf_counter())
+        if stop >= self.at:
+            moments, self._moments, self.running = self._moments, [], True
             try:
-                self.at = self.run(layer)
+                self.at = self.run(stop, moments)
             finally:
                 self.running = False
 

@@ -199,18 +199,25 @@ class Runtime:
         """
         kind, step = q_BHSD.device.type, self.current
         if step is not None and step.pauses is not None:
-            decoding = self.comm.ledger.decoding
-            step.pauses.reach(layer)
-            self.comm.ledger.decoding = decoding
+            self._reach(step.pauses, 2 * layer)
         if step is not None and step.token_step is not None:
             out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
             if out is not None:
                 return out
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
-            return self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-        with torch.autocast(kind, enabled=False):
-            q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
-            return self._attend(layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
+            out = self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        else:
+            with torch.autocast(kind, enabled=False):
+                q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
+                out = self._attend(layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
+        if step is not None and step.pauses is not None and not step.more:
+            self._reach(step.pauses, 2 * layer + 1)
+        return out
+
+    def _reach(self, pauses: Pauses, stop: int) -> None:
+        decoding = self.comm.ledger.decoding
+        pauses.reach(stop)
+        self.comm.ledger.decoding = decoding
 
     def _attend(
         self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None

@@ -72,7 +72,7 @@ class Interleaving:
         if self.random.random() < 0.4:
             return None
 
-        def run(layer: int) -> int:
+        def run(stop: int, moments: list[float]) -> int:
             others = [row for row in self.rows if row.left and row.cache is not None and row not in rows]
             self.random.shuffle(others)
             if others and self.random.random() < 0.8:
@@ -82,9 +82,10 @@ class Interleaving:
                 ]
                 self._extend(few, counts)
                 self.within += 1
-            return layer + int(self.random.integers(1, 3))
+            assert len(moments) > 0
+            return stop + int(self.random.integers(1, 5))
 
-        return Pauses(int(self.random.integers(0, 2)), run)
+        return Pauses(int(self.random.integers(0, 4)), run)
 
     def _begin(self, row: Row) -> None:
         """With what another sequence has read, if it begins alike."""

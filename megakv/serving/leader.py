@@ -32,7 +32,7 @@ class Pass:
     parts: list[tuple[Answer, int]]
     size: PassSize
     awaited: list[Node]
-    layers: int | None
+    stops: int | None
     """As of its `Plan`."""
     paused_s: float = 0.0
 
@@ -83,11 +83,11 @@ class Leader:
         # The pass under way, and the one within it.
         self._passes: list[Pass] = []
         self._clock = clock
-        # When the pause began that the pass under way is in, when its layers last went on, and for how long, until the
-        # scheduler hears of it.
+        # When the pause began that the pass under way is in, when its layers last went on, and how long each part took
+        # from one stop to the next, until the scheduler hears of it.
         self._paused_at: float | None = None
         self._resumed_at = 0.0
-        self._sliced: float | None = None
+        self._parts: list[float] | None = None
         self._reset = False
 
     # What comes in
@@ -134,7 +134,7 @@ class Leader:
         plan = self._planned(self._scheduler.next)
         if not plan.commands and not plan.sequences and not plan.reset:
             return None
-        if plan.layers is not None:
+        if plan.stops is not None:
             for answer, _ in self._passes[0].parts:
                 answer.paused = True
         return plan
@@ -144,17 +144,20 @@ class Leader:
         if len(self._passes) == 1:
             self._resumed_at = self._clock()
 
-    def plan_within(self) -> Plan:
-        """What all ranks do next in a pause of the pass under way: another pass, or to go on with it."""
+    def plan_within(self, moments: Sequence[float]) -> Plan:
+        """What all ranks do next in a pause of the pass under way: another pass, or to go on with it.
+
+        `moments` are those at which its stops were reached since the last pause.
+        """
         if self._paused_at is None:
-            self._paused_at = self._clock()
-            self._sliced = self._paused_at - self._resumed_at
+            self._paused_at = moments[-1]
+            self._parts = [after - before for before, after in itertools.pairwise([self._resumed_at, *moments])]
             self._alone = [answer for answer in self.running if answer.alone and answer.state == "decoding"]
         return self._planned(self._within)
 
     def _within(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
-        sliced, self._sliced = self._sliced, None
-        return self._scheduler.within(readers, decoding, sliced)
+        parts, self._parts = self._parts, None
+        return self._scheduler.within(readers, decoding, parts)
 
     def _planned(self, choose: Callable[[Sequence[Reader], PassSize], Choice]) -> Plan:
         now = time.time()
@@ -179,7 +182,7 @@ class Leader:
             self._alone = [answer for answer in self.running if answer.alone]
             if not chosen and (alone := self._next_alone()) is not None:
                 return self._planned_alone(alone)
-        return self._made(chosen, size, choice.layers)
+        return self._made(chosen, size, choice.stops)
 
     def _next_alone(self) -> Answer | None:
         """Whose turn it is of those whose passes have no other."""
@@ -199,21 +202,21 @@ class Leader:
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
         return self._made([(answer, new)], PassSize().with_prompt(read, new), None)
 
-    def _made(self, chosen: list[tuple[Answer, int]], size: PassSize, layers: int | None) -> Plan:
+    def _made(self, chosen: list[tuple[Answer, int]], size: PassSize, stops: int | None) -> Plan:
         """The plan of a pass, with what becomes of prefixes."""
         coming = list(self.tree.loading.values())
         # Where there is nothing else to do, what is being read is waited for.
-        waits = not chosen and layers is None
+        waits = not chosen and stops is None
         awaited = coming if waits else [node for node in coming if self._is_here(node.id)]
         commands = self.tree.commands
         self.tree.commands = []
         if awaited:
             commands.append(Await(tuple(node.id for node in awaited)))
-        self._passes.append(Pass(chosen, size, awaited, layers))
+        self._passes.append(Pass(chosen, size, awaited, stops))
         tokens = tuple(tuple(answer.tokens[answer.cached : answer.cached + new]) for answer, new in chosen)
         reset, self._reset = self._reset, False
         numbers = tuple(answer.number for answer, _ in chosen)
-        return Plan(tuple(commands), numbers, tokens, layers, reset)
+        return Plan(tuple(commands), numbers, tokens, stops, reset)
 
     # What came of it
 
@@ -228,14 +231,14 @@ class Leader:
             self._admission.go_on(now)
         if done.parts:
             self._absorb_pass(done, outcome, now)
-        if self._passes and done.layers is not None and self._paused_at is not None:
+        if self._passes and done.stops is not None and self._paused_at is not None:
             self._resumed_at = self._clock()
             self._passes[0].paused_s += self._resumed_at - self._paused_at
             self._paused_at = None
 
     def _absorb_pass(self, done: Pass, outcome: Outcome, now: float) -> None:
         self.counts.passes += 1
-        if done.layers is not None and not self._passes:
+        if done.stops is not None and not self._passes:
             last = self._clock() - self._resumed_at
             self._scheduler.measured_with_pauses(done.size, outcome.seconds - done.paused_s, last=last)
         elif done.size != PassSize():

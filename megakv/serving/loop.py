@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -248,7 +249,7 @@ class ServingLoop:
                 plan = agreement.decide(self._plan)
                 if plan.reports:
                     self._memory = tuple(self._comm.gather_objects(memory_in_use(self._mesh.device)))
-                self._carry_out(plan, None if plan.layers is None else Pauses(plan.layers, self._pause))
+                self._carry_out(plan, None if plan.stops is None else Pauses(plan.stops, self._pause))
         except PeerLostError:
             raise
         except (MegaKVError, RuntimeError, ValueError) as error:
@@ -263,13 +264,13 @@ class ServingLoop:
             raise MegaKVError(plan.error)
         return plan.ends
 
-    def _pause(self, layer: int) -> int:
-        """Others' passes within one that is before a layer; the layer before which it pauses next."""
+    def _pause(self, stop: int, moments: list[float]) -> int:
+        """Others' passes within one that is at a stop; the one at which it pauses next."""
         while True:
-            plan = self._engine.agreement.decide(self._plan_within)
+            plan = self._engine.agreement.decide(partial(self._plan_within, moments))
             self._carry_out(plan, None)
-            if plan.layers is not None:
-                return layer + plan.layers
+            if plan.stops is not None:
+                return stop + plan.stops
 
     def _carry_out(self, plan: Plan, pauses: Pauses | None) -> None:
         """A plan's commands and its pass; rank 0 takes what comes of them."""
@@ -312,13 +313,13 @@ class ServingLoop:
             self._inbox.wait(min(LOOK_SECONDS, self._mesh.timeout_s / 8))
             self._comm.watch.check("waiting for requests")
 
-    def _plan_within(self) -> Plan:
+    def _plan_within(self, moments: list[float]) -> Plan:
         """What is next within the pass that pauses: nothing is waited for."""
         leader = self._leader
         assert leader is not None
         with self._changing:
             self._take(leader)
-            plan = leader.plan_within()
+            plan = leader.plan_within(moments)
             self._inbox.queued = leader.waiting
         self._sent_at = time.monotonic()
         return plan

@@ -2,7 +2,7 @@
 
 Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
 read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
-short ones take longer in all: such a pass pauses between layers, where streams have their tokens, and newcomers their
+short ones take longer in all: such a pass pauses in its layers, where streams have their tokens, and newcomers their
 first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
 many of them as that takes. Where a pass of both takes longer than one of each, prompts and streams never share one.
 """
@@ -17,13 +17,14 @@ from typing import Generic, Protocol, TypeVar
 
 from megakv.serving.pass_times import PassSize, PassTimes
 from megakv.serving.settings import ServingSettings
+from megakv.serving.slices import Slices
 
 LEAST_CHUNK = 16
 """New prompt tokens that a pass has in any case, however long it takes."""
 GAP_SHARE = 0.95
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
 WELL_FILLED = 0.92
-"""Part of the time between two pauses that whole layers should take."""
+"""Part of the time between two pauses that whole parts of layers should take."""
 LATEST = 3
 """Passes with pauses that say by how much the next one will exceed what is predicted: each has more behind it."""
 LEAST_SLICE = 0.25
@@ -100,7 +101,7 @@ class Choice:
 
     chunks: list[int]
     decodes: bool = True
-    layers: int | None = None
+    stops: int | None = None
     """As of `megakv.serving.plan.Plan`."""
 
 
@@ -114,14 +115,14 @@ class Scheduler:
         self._settings, self._times, self._layers, self._mixes = settings, times, layers, mixes
         # Seconds that decoding is behind its share.
         self._owed = 0.0
-        # Of passes that pause: layers between two pauses, those that were so far, by how much the latest ones exceeded
-        # what was predicted, and what has had its turn in this pause.
-        self._stride, self._passed = layers, 0
+        # Of passes that pause: how far to the next one, by how much the latest ones exceeded what was predicted, and
+        # what has had its turn in this pause.
+        self._slices, self._ahead = Slices(layers), 1
         self._exceeds: deque[float] = deque(maxlen=LATEST)
-        # What comes before the first layer of such a pass, and so is part of its first slice: as it was in the latest.
-        self._start_s, self._first = 0.0, (0, 0.0)
         self._decoded = self._read = False
-        # It has ended, and streams have waited since its last pause; or they wait for a short one of prompts alone.
+        # Seconds that streams have waited when it ended, since its last pause.
+        self._waited_s = 0.0
+        # Streams wait for the end of a short pass of prompts alone.
         self._due = self._waits = False
         # Before it those prompts had their turn that end within a gap.
         self._ended = False
@@ -146,63 +147,62 @@ class Scheduler:
             self._exceeds.append(seconds / expected)
         self._times.add(size, seconds)
         self._owed += self._settings.decode_share * last
-        self._due = True
+        self._waited_s += last
 
     def next(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
         """The next pass, given what of it would decode."""
         due, self._due, self._waits = self._due, False, False
+        waited_s, self._waited_s = self._waited_s, 0.0
         if not decoding.sequences:
             # Nobody waited.
-            self._owed = 0.0
+            self._owed = waited_s = 0.0
         if not readers:
             return Choice([])
+        first = Choice([0] * len(readers))
         if decoding.sequences and (due or self._owed > 0):
-            return Choice([0] * len(readers))
+            return first
         order = turns(readers)
         least = self._chunks(readers, order, decoding, self._gap)
-        slice_s = self._slice(decoding)
-        planned_s = max(slice_s - self._start_s, LEAST_SLICE * slice_s) / max(self._exceeds, default=1.0)
+        slice_s, exceeds = self._slice(decoding), max(self._exceeds, default=1.0)
+        planned_s = slice_s / exceeds
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
-            return self._beside(least, decoding)
+            return first if waited_s else self._beside(least, decoding)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
-        self._ended = any(ending) and not self._ended
-        if self._ended:
-            return self._beside(ending, decoding)
+        if any(ending) and not self._ended:
+            self._ended = not waited_s
+            return first if waited_s else self._beside(ending, decoding)
+        self._ended = False
         seconds = self._times.seconds(_size(PassSize(), readers, most))
-        stride = min(int(planned_s * self._layers / seconds), self._layers) if seconds else self._layers
-        if 2 <= stride < self._layers and stride * seconds < WELL_FILLED * planned_s * self._layers:
-            # One layer more in a slice, of fewer tokens, makes for fewer pauses.
-            fewer = self._chunks(readers, order, PassSize(), self._layers * planned_s / (stride + 1))
+        slices = seconds / planned_s
+        if slices > 1 and (parts := int(2 * self._layers / slices)) * slices < WELL_FILLED * 2 * self._layers:
+            # One part of a layer more in a slice, of fewer tokens, makes for fewer pauses.
+            fewer = self._chunks(readers, order, PassSize(), 2 * self._layers * planned_s / (parts + 1))
             if 2 * sum(fewer) > sum(most):
-                stride, most = stride + 1, fewer
-        self._passed = 0
-        self._stride = self._evenly(self._layers, stride)
-        return Choice(most, decodes=False, layers=self._stride)
+                most, seconds = fewer, self._times.seconds(_size(PassSize(), readers, fewer))
+        stops = self._slices.begin(sum(most), seconds * exceeds, slice_s - waited_s)
+        if stops is None and waited_s:
+            return first
+        self._waited_s = waited_s
+        return Choice(most, decodes=False, stops=stops or 0)
 
-    def within(self, readers: Sequence[Reader], decoding: PassSize, sliced: float | None) -> Choice:
+    def within(self, readers: Sequence[Reader], decoding: PassSize, parts: Sequence[float] | None) -> Choice:
         """The next pass within one that pauses: streams come first, then prompts once, then the rest of what decoding
         is owed.
 
-        `sliced` is how long the pass went on before this pause, with the first call in each.
+        `parts` are how long the pass went on from stop to stop before this pause, with the first call in each.
         """
         self._waits = False
-        if sliced is not None:
-            self._decoded = self._read = False
-            if not self._passed:
-                self._first = self._stride, sliced
-            elif self._passed == self._first[0]:
-                self._start_s = max(self._first[1] - self._first[0] * sliced / self._stride, 0.0)
-            self._passed += self._stride
-            # Its layers are alike, but for what comes before the first.
-            at_most = int(self._slice(decoding) * self._stride / sliced) if sliced else self._layers
-            self._stride = self._evenly(self._layers - self._passed, at_most)
-            self._owed = self._owed + self._settings.decode_share * sliced if decoding.sequences else 0.0
+        if parts is not None:
+            self._decoded, self._read, self._waited_s = False, False, 0.0
+            self._slices.went(parts)
+            self._ahead = self._slices.ahead(self._slice(decoding))
+            self._owed = self._owed + self._settings.decode_share * sum(parts) if decoding.sequences else 0.0
         reads = bool(readers) and not self._read
         if decoding.sequences and (not self._decoded or (self._owed > 0 and not reads)):
             self._decoded = True
             behind = (1 - self._settings.decode_share) * self._times.seconds(decoding) < self._owed
-            return Choice([0] * len(readers), layers=None if reads or behind else self._stride)
+            return Choice([0] * len(readers), stops=None if reads or behind else self._ahead)
         if reads:
             self._read = True
             chunks = self._chunks(readers, turns(readers), decoding, self._gap)
@@ -210,8 +210,8 @@ class Scheduler:
                 # Their tokens come behind it.
                 self._decoded, self._waits = False, True
                 return Choice(chunks, decodes=False)
-            return Choice(chunks, layers=None if self._settings.decode_share else self._stride)
-        return Choice([0] * len(readers), decodes=False, layers=self._stride)
+            return Choice(chunks, stops=None if self._settings.decode_share else self._ahead)
+        return Choice([0] * len(readers), decodes=False, stops=self._ahead)
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""
@@ -222,12 +222,6 @@ class Scheduler:
         """How much of its prompt one reads in a pass of its own: within a gap, if there are `others`."""
         seconds = self._gap if others else math.inf
         return self._chunks([reader], [0], PassSize(), seconds)[0]
-
-    @staticmethod
-    def _evenly(layers: int, at_most: int) -> int:
-        """Layers to the next pause, of so many that are left: at even distances there are as few pauses."""
-        at_most = max(at_most, 1)
-        return math.ceil(layers / math.ceil(layers / at_most)) if layers > 0 else at_most
 
     def _slice(self, decoding: PassSize) -> float:
         """Seconds from one pause to the next that leave time for a token of each stream."""

@@ -94,19 +94,21 @@ def test_passes_within_a_pass(alone: None) -> None:
     with engine:
         cache, other = engine.new_cache(), engine.new_cache()
         expected = engine.extend([engine.new_cache()], [[1, 2, 3]])
-        layers: list[int] = []
+        stops: list[int] = []
 
-        def run(layer: int) -> int:
-            layers.append(layer)
+        def run(stop: int, moments: list[float]) -> int:
+            assert len(moments) == 1
+            stops.append(stop)
             with pytest.raises(ValueError, match="part of the pass"):
                 engine.extend([cache], [[4]])
-            engine.extend([other], [[layer]])
-            return layer + 1
+            engine.extend([other], [[stop]])
+            return stop + 1
 
         assert torch.allclose(engine.extend([cache], [[1, 2, 3]], pauses=Pauses(0, run)), expected, atol=1e-5)
-        assert layers == list(range(len(layers))) and other.length == len(layers) > 1
+        # Before and behind the attention of each layer.
+        assert stops == list(range(2 * engine.module.config.num_hidden_layers)) and other.length == len(stops)
 
-        def broken(layer: int) -> int:
+        def broken(stop: int, moments: list[float]) -> int:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -180,10 +182,10 @@ def test_tokens_within_a_pass_do_not_look_at_layers_again(alone: None, monkeypat
         for stream in streams:
             engine.extend([stream], [[3, 4, 5]])
 
-        def run(layer: int) -> int:
+        def run(stop: int, moments: list[float]) -> int:
             for _ in range(2):
                 engine.extend(streams, [[7]] * 3)
-            return layer + 1
+            return stop + 1
 
         for _ in range(3):
             engine.extend([engine.new_cache(forgets=False)], [[1, 2, 3]], pauses=Pauses(0, run))

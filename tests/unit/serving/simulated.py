@@ -196,7 +196,7 @@ class Simulation:
         if alone := self._turns.keys() & set(plan.sequences):
             # Compressed at the end of its prompt, and nowhere else: then single tokens follow.
             (_,), (new,), turn = plan.sequences, map(len, plan.tokens), self._turns[alone.pop()]
-            assert plan.layers is None
+            assert plan.stops is None
             assert pasts[0] + new <= turn or (pasts[0] >= turn and new == 1)
         for row, (sequence, tokens) in enumerate(zip(plan.sequences, plan.tokens, strict=True)):
             self.caches[sequence] += tokens
@@ -205,25 +205,30 @@ class Simulation:
         counts = [len(tokens) for tokens in plan.tokens]
         decodes = [count == 1 for count in counts]
         seconds = self.machine.seconds(pasts, counts, decodes)
-        layer, pause = 0, LAYERS if plan.layers is None or self._held else plan.layers
-        while pause < LAYERS:
-            self.now += seconds * (pause - layer) / LAYERS
-            self._held = {*plan.sequences}
-            layer, pause = pause, pause + self._pause()
-            self._held = set()
-        self.now += seconds * (LAYERS - layer) / LAYERS
+        # Attention takes a third, and a start a tenth of a layer.
+        dense, attention = seconds * 2 / 3 / LAYERS, seconds / 3 / LAYERS
+        moments, pause = list[float](), 2 * LAYERS if plan.stops is None or self._held else plan.stops
+        for stop in range(2 * LAYERS):
+            part = attention if stop % 2 else dense
+            self.now += part if stop else 0.4 * part
+            moments.append(self.now)
+            if stop >= pause:
+                self._held = {*plan.sequences}
+                pause, moments = stop + self._pause(moments), []
+                self._held = set()
+        self.now += 0.6 * dense
         return logits
 
-    def _pause(self) -> int:
-        """Passes within one; the layers that it then goes on for."""
+    def _pause(self, moments: list[float]) -> int:
+        """Passes within one; after how many stops it pauses again."""
         self.pauses += 1
         self.within()
         while True:
-            plan = self.leader.plan_within()
+            plan = self.leader.plan_within(moments)
             assert not {*plan.sequences} & self._held
             self._carry_out(plan)
-            if plan.layers is not None:
-                return plan.layers
+            if plan.stops is not None:
+                return plan.stops
 
     def check_answers(self) -> None:
         """Those that were not cancelled are as they are alone."""
