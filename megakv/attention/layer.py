@@ -95,15 +95,15 @@ class LayerKernel:
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self.project, self.rotate = library.megakv_project, library.megakv_rotate
         self.feed_forward, self.add = library.megakv_feed_forward, library.megakv_add
-        self.token_layer = library.megakv_token_layer
+        self.token_layers = library.megakv_token_layers
         self.project.argtypes = [pointer, whole, pointer, pointer, pointer, number, pointer]
         self.rotate.argtypes = [pointer, whole, pointer, pointer, pointer]
         self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
         self.add.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer]
-        self.token_layer.argtypes = [
-            pointer, pointer, pointer, whole, pointer, pointer, pointer, ctypes.c_float, number, pointer, pointer,
+        self.token_layers.argtypes = [
+            pointer, pointer, whole, whole, pointer, pointer, pointer, number, pointer, pointer,
         ]  # fmt: skip
-        for call in (self.project, self.rotate, self.feed_forward, self.add, self.token_layer):
+        for call in (self.project, self.rotate, self.feed_forward, self.add, self.token_layers):
             call.restype = number
 
 
@@ -113,7 +113,7 @@ class LayerCalls:
     def __init__(self, kernel: LayerKernel, weights: LayerWeights):
         self.kernel, self.weights = kernel, weights
         one = weights.input_norm.weight
-        self.dtype, self._hidden = one.dtype, len(one)
+        self.dtype, self.hidden = one.dtype, len(one)
         self._widths = [weights.heads * weights.head_dim, *(2 * [weights.kv_heads * weights.head_dim])]
         layer = _Layer(TYPES[one.dtype], len(one), *(getattr(weights, name) for name in _Layer.COUNTS[2:]))
         for name in _Layer.NORMS:
@@ -126,7 +126,7 @@ class LayerCalls:
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, whole: bool) -> Tensor:
         """``[L, q + k + v]`` of hidden states ``[..., L, h]``; rotated by ``[..., L, D]`` where all heads are here."""
-        rows, weights = x.numel() // self._hidden, self.weights
+        rows, weights = x.numel() // self.hidden, self.weights
         width = sum(self._widths) if whole else sum(len(part.weight) for part in (weights.q, weights.k, weights.v))
         out = x.new_empty((rows, width))
         angles = (cos.data_ptr(), sin.data_ptr()) if whole else (None, None)
@@ -151,7 +151,7 @@ class LayerCalls:
         """Hidden states behind attention, and what this rank's part of the feed-forward makes of them; `whole`, the sum
         of both: ``[..., L, h]`` of such before attention, and of what was attended to, or `projected` from it.
         """
-        rows, middle, out = x.numel() // self._hidden, torch.empty_like(x), torch.empty_like(x)
+        rows, middle, out = x.numel() // self.hidden, torch.empty_like(x), torch.empty_like(x)
         failed = self.kernel.feed_forward(
             self.address, rows, x.data_ptr(), attended.data_ptr(), projected, whole, torch.get_num_threads(),
             middle.data_ptr(), out.data_ptr(),
@@ -161,7 +161,7 @@ class LayerCalls:
 
     def add(self, middle: Tensor, parts: Tensor, bias: Tensor | None) -> Tensor:
         """``[..., L, h]`` hidden states behind attention, and added to them what all ranks have, ``[N, ..., L, h]``."""
-        rows, out = middle.numel() // self._hidden, torch.empty_like(middle)
+        rows, out = middle.numel() // self.hidden, torch.empty_like(middle)
         offset = None if bias is None else bias.data_ptr()
         failed = self.kernel.add(
             self.address, rows, middle.data_ptr(), parts.data_ptr(), len(parts), offset, out.data_ptr()

@@ -1,4 +1,4 @@
-"""A whole decoder layer of a step of decoding in one compiled call, with all that ranks exchange in it.
+"""Whole decoder layers of a step of decoding in one compiled call, with all that ranks exchange in them.
 
 Between calls Python takes as long as they do, on every rank at its own pace, and each waits for the others.
 """
@@ -59,17 +59,21 @@ class _Ranks(ctypes.Structure):
     ]  # fmt: skip
 
 
-class TokenLayerCall:
-    """That of one layer, whose weights and channels must stay where they are."""
+class _WholeLayer(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("layer", ctypes.c_void_p), ("ranks", ctypes.c_void_p), ("scale", ctypes.c_double),
+    ]  # fmt: skip
 
-    def __init__(self, calls: LayerCalls, ranks: LayerRanks):
-        self._calls, self._held, weights = calls, ranks, calls.weights
+
+class WholeLayer:
+    """One layer for it: its weights and channels, which must stay where they are, and what scores are multiplied by."""
+
+    def __init__(self, calls: LayerCalls, ranks: LayerRanks, scale: float):
+        self.calls, self.scale, self._ranks, weights = calls, scale, ranks, calls.weights
         found: dict[str, Channel | None] = {name: getattr(ranks, name) for name in MESSAGES}
         self.channels = {name: channel for name, channel in found.items() if channel is not None}
-        self.ranks = sorted({rank for channel in self.channels.values() for rank in channel.ranks})
-        """Of the world, those that it exchanges messages with, itself included; none where it is alone."""
         first, end = ranks.columns
-        self._ranks = _Ranks(
+        self._plan = _Ranks(
             **{name: channel.address for name, channel in self.channels.items()},
             widths=(ctypes.c_int64 * len(ranks.widths))(*ranks.widths),
             first=first,
@@ -77,8 +81,8 @@ class TokenLayerCall:
             outputs_bias=None if ranks.outputs_bias is None else ranks.outputs_bias.data_ptr(),
             feed_forward_bias=None if ranks.feed_forward_bias is None else ranks.feed_forward_bias.data_ptr(),
         )
-        self._address = ctypes.addressof(self._ranks)
-        size, hidden = calls.dtype.itemsize, len(weights.input_norm.weight)
+        self.address = ctypes.addressof(self._plan)
+        size, hidden = calls.dtype.itemsize, calls.hidden
         row = {
             "inputs": max(ranks.widths, default=0) * size,
             "partial": weights.heads * (weights.head_dim + 1) * torch.float32.itemsize,
@@ -88,34 +92,67 @@ class TokenLayerCall:
         # What this rank sends of each row, to all others together.
         sent = {name: row[name] * (len(channel.ranks) - 1) for name, channel in self.channels.items()}
         timed = [name for name in PARTS if name in sent or name == "attention"]
-        self._timed = [(PARTS.index(name), name, sent.get(name, 0)) for name in timed]
-        self._at = array("d", (0.0,) * (2 * len(PARTS)))
+        self.timed = [(PARTS.index(name), name, sent.get(name, 0)) for name in timed]
+        """What of it is timed: numbers and names of parts, and the bytes that this rank sends of each row."""
         self.few = DecodeKernel.few(weights.heads // weights.kv_heads, 1)
         """Whether the kernel for attention is for so many heads."""
         shape = (weights.kv_heads, 1, weights.head_dim)
         self.like = torch.empty(shape, dtype=calls.dtype, device="cpu")
         """Keys, or values, of a row: the kind."""
 
+    def fits(self, other: WholeLayer) -> bool:
+        """Whether the other one's hidden states and rotary embeddings are of the same type and shape."""
+        mine, theirs = self.calls, other.calls
+        same = mine.dtype == theirs.dtype and mine.hidden == theirs.hidden
+        return same and mine.weights.head_dim == theirs.weights.head_dim
+
+
+class WholeLayersCall:
+    """That of layers of one type and width that follow one another."""
+
+    def __init__(self, layers: Sequence[WholeLayer]):
+        self.layers, self._call = layers, layers[0].calls.kernel.token_layers
+        channels = {id(channel): channel for layer in layers for channel in layer.channels.values()}
+        self._channels: list[Channel] = list(channels.values())
+        self.ranks = sorted({rank for channel in self._channels for rank in channel.ranks})
+        """Of the world, those that it exchanges messages with, itself included; none where it is alone."""
+        plans = [_WholeLayer(layer.calls.address, layer.address, layer.scale) for layer in layers]
+        self._plans = (_WholeLayer * len(plans))(*plans)
+        self._at = array("d", (0.0,) * (2 * len(PARTS) * len(plans)))
+
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, step: TokenStep, table: RowTable, scale: float, window: int | None
-    ) -> tuple[Tensor, list[Moment]]:
-        """``[..., L, h]`` of hidden states ``[..., L, h]`` and rotary embeddings ``[..., L, D]``; rows lie in `table`.
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        step: TokenStep,
+        tables: Sequence[RowTable],
+        window: int | None,
+    ) -> tuple[Tensor, list[list[Moment]]]:
+        """``[..., L, h]`` of hidden states ``[..., L, h]`` and rotary embeddings ``[..., L, D]``, and what each layer
+        spent its time with.
+
+        `tables` say where rows lie, of every layer or of the first ones, which alone are computed then.
 
         Raises
         ------
         DistNetworkError
             If another rank's connection is over, or nothing came in time.
         """
-        calls, out = self._calls, torch.empty_like(x)
-        held = array("q", (table.bounds, table.runs, step.stored, table.first, step.seen(window)))
-        rows = x.numel() // x.shape[-1]
-        failed = calls.kernel.token_layer(
-            calls.address, self._address, held.buffer_info()[0], rows, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            scale, step.threads, out.data_ptr(), self._at.buffer_info()[0],
+        out, seen, rows = torch.empty_like(x), step.seen(window), x.numel() // x.shape[-1]
+        held = array("q")
+        for table in tables:
+            held.extend((table.bounds, table.runs, step.stored, table.first, seen))
+        failed = self._call(
+            ctypes.addressof(self._plans), held.buffer_info()[0], len(tables), rows, x.data_ptr(), cos.data_ptr(),
+            sin.data_ptr(), step.threads, out.data_ptr(), self._at.buffer_info()[0],
         )  # fmt: skip
         if failed:
-            for channel in self.channels.values():
+            for channel in self._channels:
                 channel.check()
-            raise MemoryError("no memory for a layer's activations")
-        at = self._at
-        return out, [Moment(name, sent * rows, *at[2 * number : 2 * number + 2]) for number, name, sent in self._timed]
+            raise MemoryError("no memory for activations of layers")
+        moments, at = [], self._at.tolist()
+        for first, layer in zip(range(0, len(at), 2 * len(PARTS)), self.layers[: len(tables)], strict=False):
+            places = ((name, sent * rows, first + 2 * part) for part, name, sent in layer.timed)
+            moments.append([Moment(name, sent, at[place], at[place + 1]) for name, sent, place in places])
+        return out, moments

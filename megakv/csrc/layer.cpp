@@ -1,7 +1,7 @@
 // Decoder layers of the Llama kind, for a few rows on processors: see layer.h.
 //
 // Layers of few tokens take as long as their calls: norms, projections and rotary embeddings are one of them, and what
-// comes behind attention is another. Of a step of decoding a whole layer is one, with all that ranks exchange in it.
+// comes behind attention is another. Of a step of decoding all layers are one, with all that ranks exchange in them.
 
 #include "channel.h"
 #include "layer.h"
@@ -26,11 +26,11 @@ struct Held {
 };
 
 // What of a layer takes its time, and seconds since the call began at which that began and ended.
-enum Part { INPUTS, ATTENTION, PARTIAL, OUTPUTS, FEED_FORWARD };
+enum Part { INPUTS, ATTENTION, PARTIAL, OUTPUTS, FEED_FORWARD, PARTS };
 
 class Moments {
  public:
-  explicit Moments(double* at) : at(at), begun(now()) {}
+  Moments(double* at, double begun) : at(at), begun(begun) {}
 
   template <class Call> void of(Part part, Call call) {
     at[2 * part] = now() - begun;
@@ -116,17 +116,34 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
 
 }  // namespace
 
-// The whole layer of one row of each sequence: out [rows, hidden] of x [rows, hidden], with rotary embeddings
-// [rows, head_dim]. `at` [5, 2] is written where something took place. Returns 0; 1 if memory is lacking; 2 if a channel
-// says why its message did not come.
-extern "C" int megakv_token_layer(const Layer* layer, const Ranks* ranks, const Held* held, int64_t rows, const void* x,
-                                  const void* cos, const void* sin, float scale, int threads, void* out, double* at) {
-  Moments moments(at);
+// What does not change from one step to the next.
+struct TokenLayer {
+  const Layer* layer;
+  const Ranks* ranks;
+  double scale;
+};
+
+// `count` whole layers, one behind the other, of one row of each sequence: out [rows, hidden] of x [rows, hidden], with
+// rotary embeddings [rows, head_dim]. `at` [count, 5, 2] is written where something took place. Returns 0; 1 if memory is
+// lacking; 2 if a channel says why its message did not come.
+extern "C" int megakv_token_layers(const TokenLayer* layers, const Held* held, int64_t count, int64_t rows, const void* x,
+                                   const void* cos, const void* sin, int threads, void* out, double* at) {
+  const double begun = now();
   try {
-    return typed(layer->type, [&](auto like) {
+    return typed(layers->layer->type, [&](auto like) {
       typedef decltype(like) T;
-      token_layer(*layer, *ranks, *held, rows, (const T*)x, (const T*)cos, (const T*)sin, scale, threads, (T*)out,
-                  moments);
+      // By turns: a layer's results are the next one's hidden states.
+      std::vector<T> turns[2];
+      const T* from = (const T*)x;
+      for (int64_t i = 0; i < count; ++i) {
+        std::vector<T>& own = turns[i % 2];
+        if (i + 1 < count) own.resize(rows * layers[i].layer->hidden);
+        T* const to = i + 1 < count ? own.data() : (T*)out;
+        Moments moments(at + 2 * PARTS * i, begun);
+        token_layer(*layers[i].layer, *layers[i].ranks, held[i], rows, from, (const T*)cos, (const T*)sin,
+                    (float)layers[i].scale, threads, to, moments);
+        from = to;
+      }
     });
   } catch (const Broken&) {
     return 2;

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megakv.attention.layer import ACTIVATIONS
 from megakv.injection.last_layer import LastLayerRows
@@ -28,6 +29,8 @@ KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
 LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 CLASSES = ("RMSNorm", "Attention", "RMSNorm", "MLP")
 """Of those, behind the name of a kind."""
+DECODER = "Model"
+"""Of what holds the layers."""
 PROJECTIONS = (*SEPARATE, "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -92,21 +95,32 @@ def _known() -> frozenset[tuple[str, ...]]:
     return frozenset(codes for kind in KINDS if (codes := _in_file(kind)))
 
 
-def _in_file(kind: str) -> tuple[str, ...]:
-    """Those of one model type; none where its file is another than is known here."""
+@functools.cache
+def _known_decoders() -> frozenset[str]:
+    """The codes of what calls one layer behind the other, with the same inputs but for what one gives the next."""
+    return frozenset(_bare(node) for kind in KINDS for node in _methods(kind, [f"{kind}{DECODER}"]) if node is not None)
+
+
+def _parsed(kind: str) -> list[ast.stmt]:
+    """The file of one model type; nothing where there is none."""
     name = kind.lower()
     file = OWN_FILES / "models" / name / f"modeling_{name}.py"
-    if not file.exists():
-        return ()
-    top = ast.parse(file.read_text(encoding="utf-8")).body
-    functions = {node.name: node for node in top if isinstance(node, ast.FunctionDef)}
-    classes = {node.name: node for node in top if isinstance(node, ast.ClassDef)}
-    names = [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)]
-    if any(name not in classes for name in names):
-        return ()
-    if HEAD_NORMS[0] in ast.dump(classes[f"{kind}Attention"]):
-        names += [f"{kind}RMSNorm"] * len(HEAD_NORMS)
-    methods = (next((n for n in classes[name].body if getattr(n, "name", "") == "forward"), None) for name in names)
+    return ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
+
+
+def _methods(kind: str, names: list[str]) -> list[ast.stmt | None]:
+    """The forward of each of some classes."""
+    classes = {node.name: node for node in _parsed(kind) if isinstance(node, ast.ClassDef)}
+    bodies = (classes[name].body if name in classes else [] for name in names)
+    return [next((node for node in body if getattr(node, "name", "") == "forward"), None) for body in bodies]
+
+
+def _in_file(kind: str) -> tuple[str, ...]:
+    """Those of one model type; none where its file is another than is known here."""
+    functions = {node.name: node for node in _parsed(kind) if isinstance(node, ast.FunctionDef)}
+    methods = _methods(kind, [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)])
+    if methods[2] is not None and HEAD_NORMS[0] in ast.dump(methods[2]):
+        methods += _methods(kind, [f"{kind}RMSNorm"] * len(HEAD_NORMS))
     nodes = [*methods, functions.get(ROTARY), functions.get(TURNED)]
     return tuple(_bare(node) for node in nodes if node is not None) if all(nodes) else ()
 
@@ -155,6 +169,23 @@ def is_known(layer: Any) -> bool:
     if any(type(linear) not in (nn.Linear, RowParallelLinear) for linear in (output, down)):
         return False
     return _codes(layer) in _known() and _fits(layer) and activation(layer.mlp.act_fn) is not None
+
+
+def calls_in_turn(decoder: Any, layers: list[Any]) -> bool:
+    """Whether a decoder does nothing between its layers, which are these, and nobody listens to what they give."""
+    config = decoder.config
+    return (
+        _code(type(decoder).forward) in _known_decoders()
+        and "forward" not in vars(decoder)
+        and list(decoder.layers) == layers
+        and config.num_hidden_layers >= len(layers)
+        and len({*(getattr(config, "layer_types", None) or ())}) <= 1
+        and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        and not any(
+            type(layer).__call__ not in (nn.Module.__call__, GradientCheckpointingLayer.__call__) for layer in layers
+        )
+        and not _global_hooks()
+    )
 
 
 def _altered(module: nn.Module) -> bool:

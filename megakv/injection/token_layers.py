@@ -1,5 +1,7 @@
 """Decoder layers of the Llama kind in passes of few tokens on processors: one compiled call, or two around attention.
 
+Where each layer is one call, and the model does nothing between them, all of them are.
+
 All other layers and passes are as they were. Whether a layer is of the kind is looked at when a call begins to decode.
 """
 
@@ -17,12 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
-from megakv.attention.token_layer import LayerRanks, TokenLayerCall
+from megakv.attention.step import RowTable
+from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.last_layer import LastLayerRows
-from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
+from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, calls_in_turn, is_known
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, layers_of
 from megakv.runtime import Runtime
@@ -49,7 +52,7 @@ class _Plan:
     add: Callable[[Tensor, Tensor], Tensor] | None
     """Adds what all ranks have of the feed-forward to the hidden states behind attention, from this rank's part of it;
     None where that is all."""
-    whole: TokenLayerCall | None
+    whole: WholeLayer | None
     """All of that in one call, for rows that are in this memory alone."""
 
 
@@ -67,6 +70,11 @@ class TokenLayer:
         self._attention: Any = None
         self._seen: Any = None
         self._plans: dict[bool, _Plan] = {}
+        self.index = 0
+        """Layers that come before it."""
+        self.following: list[TokenLayer] = []
+        """Those that are computed with it where they can be, itself first."""
+        self._calls: dict[bool, WholeLayersCall | None] = {}
 
     @property
     def known(self) -> bool:
@@ -75,6 +83,7 @@ class TokenLayer:
 
     def look(self) -> None:
         """See whether the layer is of the kind, and whether its weights are where they were."""
+        self.following, self._calls = [self], {}
         if not is_known(self.layer):
             self._attention, self._plans = None, {}
             return
@@ -90,16 +99,15 @@ class TokenLayer:
         step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
         if args or attention is None or step is None or step.token_step is None or step.recomputing:
             return self.before(hidden_states, *args, **kwargs)
-        if (plan := self._plans.get(step.slices)) is None:
-            plan = self._plans[step.slices] = self._made(self._slices if step.slices else None)
+        if step.ahead is not None and self.index < step.ahead[1]:
+            assert hidden_states is step.ahead[0], "something came between layers that were computed together"
+            return hidden_states
+        plan = self._plan(slices=step.slices)
         if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, embeddings, step):
             return self.before(hidden_states, *args, **kwargs)
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
-        if (
-            plan.whole is not None
-            and (out := self._at_once(plan.whole, step, hidden_states, cos, sin, window)) is not None
-        ):
+        if (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:
             return out
         found = calls.project(hidden_states, cos, sin, whole=plan.gather is None)
         if plan.gather is not None:
@@ -113,36 +121,62 @@ class TokenLayer:
         middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
         return out if plan.add is None else plan.add(middle, out)
 
-    def _at_once(
-        self,
-        call: TokenLayerCall,
-        step: ForwardPass,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        window: int | None,
-    ) -> Tensor | None:
-        """The layer in one call; None, with nothing done, where rows lie elsewhere too, or a pass comes between."""
-        one, comm, layer = step.token_step, self._runtime.comm, self._attention.layer_idx
-        if one is None or step.pauses is not None or not call.few or x.shape[-2] != one.batch:
+    def _plan(self, *, slices: bool) -> _Plan:
+        if (plan := self._plans.get(slices)) is None:
+            plan = self._plans[slices] = self._made(self._slices if slices else None)
+        return plan
+
+    def _at_once(self, step: ForwardPass, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor | None:
+        """The layer in one call, with those that follow; None, with nothing done, where rows lie elsewhere too, or a
+        pass comes between.
+        """
+        one, comm = step.token_step, self._runtime.comm
+        if step.slices not in self._calls:
+            self._calls[step.slices] = self._call(slices=step.slices)
+        call = self._calls[step.slices]
+        if call is None or one is None or step.pauses is not None or x.shape[-2] != one.batch:
             return None
-        table = one.rows(step.cache.store(layer), call.like, call.like)
-        if table is None:
+        layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
+        tables = list[RowTable]()
+        for layer, whole in zip(layers, call.layers, strict=True):
+            table = one.rows(step.cache.store(layer), whole.like, whole.like)
+            if table is None:
+                break
+            tables.append(table)
+        if not tables:
             return None
         begun = comm.ledger.mark()
-        with comm.guard(call.ranks, "decoding", layer) if call.ranks else nullcontext():
-            out, moments = call(x, cos, sin, one, table, self._attention.scaling, window)
-        for part, sent, first, last in moments:
-            first, last = begun + first, begun + last
-            comm.ledger.leave_dense(first)
-            if part in OPERATIONS:
-                comm.ledger.sent(OPERATIONS[part], layer, sent)
-                comm.ledger.transfer(OPERATIONS[part], layer, first, first, last)
-            else:
-                comm.ledger.computed_since(first, part, layer, last)
-            comm.ledger.enter_dense(last)
-        self._runtime.stepped(step, layer, window)
+        with (
+            comm.guard(call.ranks, "decoding", layers[0] if len(tables) == 1 else None) if call.ranks else nullcontext()
+        ):
+            out, moments = call(x, cos, sin, one, tables, window)
+        step.ahead = out, self.index + len(tables)
+        for layer, parts in zip(layers, moments, strict=False):
+            self._count(layer, begun, parts)
+            self._runtime.stepped(step, layer, window)
         return out
+
+    def _call(self, *, slices: bool) -> WholeLayersCall | None:
+        """That of this layer and of as many of the following ones as it is for."""
+        found = list[WholeLayer]()
+        for own in self.following:
+            whole = own._plan(slices=slices).whole if own.known else None
+            if whole is None or not whole.few or not (found or [whole])[0].fits(whole):
+                break
+            found.append(whole)
+        return WholeLayersCall(found) if found else None
+
+    def _count(self, layer: int, begun: float, parts: list[Moment]) -> None:
+        ledger = self._runtime.comm.ledger
+        for part, sent, first, last in parts:
+            first, last = begun + first, begun + last
+            ledger.leave_dense(first)
+            if part in OPERATIONS:
+                ledger.sent(OPERATIONS[part], layer, sent)
+                ledger.transfer(OPERATIONS[part], layer, first, first, last)
+            else:
+                ledger.computed_since(first, part, layer, last)
+            ledger.enter_dense(last)
 
     def _fits(self, calls: LayerCalls, x: Tensor, embeddings: tuple[Tensor, ...], step: ForwardPass) -> bool:
         if type(x) is not Tensor or x.dtype != calls.dtype or not x.is_contiguous() or torch.is_grad_enabled():
@@ -193,7 +227,7 @@ class TokenLayer:
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
         return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part))
 
-    def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> TokenLayerCall | None:
+    def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> WholeLayer | None:
         """All of the layer in one call, given what ranks have of it; None where they have no channel for that.
 
         Nor where linears are summed over tensor-parallel ranks alone, which is another way: of the ranks that meet in a
@@ -216,7 +250,7 @@ class TokenLayer:
             outputs_bias=None if o.bias is None else o.bias.detach(),
             feed_forward_bias=None if down.bias is None else down.bias.detach(),
         )
-        return TokenLayerCall(calls, ranks)
+        return WholeLayer(calls, ranks, self._attention.scaling)
 
     def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
         linear = self.layer.mlp.down_proj
@@ -254,7 +288,7 @@ class TokenLayers:
         runtime: Runtime,
         last_layer: LastLayerRows,
     ):
-        self._comm, self._last_layer = runtime.comm, last_layer
+        self._comm, self._last_layer, self._decoder = runtime.comm, last_layer, model.get_decoder()
         comm = runtime.comm
         self.layers: list[TokenLayer] = []
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
@@ -275,7 +309,7 @@ class TokenLayers:
         for layer in {id(layer): layer for layer in layers_of(model)}.values():
             if "forward" not in vars(layer):
                 own = TokenLayer(layer, kernel, products, slices, runtime)
-                layer.forward = own
+                layer.forward, own.index = own, len(self.layers)
                 self.layers.append(own)
 
     def begin(self, step: ForwardPass) -> None:
@@ -300,6 +334,8 @@ class TokenLayers:
         self._heard, self._channels = self._heard_now(), self._comm.channels
         for own in self.layers:
             own.look()
+        if self.layers and calls_in_turn(self._decoder, [own.layer for own in self.layers]):
+            self.layers[0].following = self.layers
 
     @property
     def known(self) -> bool:

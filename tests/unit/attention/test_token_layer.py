@@ -22,7 +22,7 @@ from megakv.attention.layer import (
 )  # fmt: skip
 from megakv.attention.reference import dense_attention
 from megakv.attention.step import RowTable, TokenStep, load_step
-from megakv.attention.token_layer import LayerRanks, TokenLayerCall
+from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.ledger import Ledger
 from tests.unit.test_channel import channels
 
@@ -120,9 +120,9 @@ class Drawn:
             outputs_bias=self.weights.o.bias,
             feed_forward_bias=self.weights.down.bias,
         )
-        call = TokenLayerCall(LayerCalls(kernel, self.own(rank)), ranks)
+        call = WholeLayersCall([WholeLayer(LayerCalls(kernel, self.own(rank)), ranks, self.scale)])
         one = TokenStep(step, self.batch, stored, seen, None, Ledger().compute)
-        out, moments = call(self.x, self.cos, self.sin, one, table, self.scale, window)
+        out, (moments,) = call(self.x, self.cos, self.sin, one, [table], window)
         return out, moments, [held[b] for b in stored]
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -160,6 +160,42 @@ def test_ranks_find_what_float64_does_and_all_the_same(dtype: torch.dtype, threa
                     error = (own[:, -1].double() - new[b]).abs().max()
                     assert float(error) <= 2 * TOLERANCE[dtype] * float(1e-3 + new.abs().max())
             check_moments(drawn, moments)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_layers_in_one_call_are_those_of_a_call_each(dtype: torch.dtype) -> None:
+    """All of them, or the first ones."""
+    kernel, step = load_layer()[0], load_step()[0]
+    assert kernel is not None and step is not None
+    for _ in range(10):
+        count, batch, dim = between(1, 5), between(1, 24), 2 * between(1, 30)
+        kv_heads, hidden, some = between(1, 3), between(1, 100), between(1, count)
+        sizes = {
+            "hidden": hidden,
+            "heads": 2 * kv_heads,
+            "kv_heads": kv_heads,
+            "head_dim": dim,
+            "width": between(1, 90),
+        }
+        drawn = [random_layer(dtype, torch.default_generator, activation=0, **sizes) for _ in range(count)]
+        layers = [WholeLayer(LayerCalls(kernel, weights), LayerRanks(), dim**-0.5) for weights in drawn]
+        x, cos, sin = (torch.randn(batch, size).to(dtype) for size in (hidden, dim, dim))
+        one = TokenStep(step, batch, range(batch), np.zeros, None, Ledger().compute)
+        lengths = [between(1, 40) for _ in range(batch)]
+        rows = [[torch.randn(2, kv_heads, length, dim).to(dtype) for length in lengths] for _ in layers]
+        together, apart = ([[each.clone() for each in own] for own in rows] for _ in range(2))
+        tables, others = (
+            [RowTable.of([[Run.of(*each)] for each in own], [0] * len(own), dtype) for own in held]
+            for held in (together, apart)
+        )
+        out, moments = WholeLayersCall(layers)(x, cos, sin, one, tables[:some], None)
+        for layer, table in zip(layers[:some], others, strict=False):
+            x = WholeLayersCall([layer])(x, cos, sin, one, [table], None)[0]
+        assert torch.equal(out, x) and len(moments) == some
+        for own, other in zip(together, apart, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))
+        begins = [part.begin for parts in moments for part in parts]
+        assert begins == sorted(begins)
 
 
 def check_moments(drawn: Drawn, moments: list[Any]) -> None:

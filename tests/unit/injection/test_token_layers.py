@@ -13,10 +13,11 @@ from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 import megakv
 from megakv.attention.layer import load_layer
-from megakv.attention.token_layer import TokenLayerCall
+from megakv.attention.token_layer import WholeLayersCall
 from megakv.injection.layer_kind import activation, is_known
 from tests.families import FAMILIES
 
@@ -25,17 +26,18 @@ KNOWN = {"llama", "llama3_rope", "llama_dynamic_rope", "llama_mqa", "llama_tied"
 
 @pytest.fixture
 def calls(alone: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A number for every layer that was computed so."""
+    """For every layer that was computed so, how many were in the call."""
     if load_layer()[0] is None:
         pytest.skip(f"no compiled kernel: {load_layer()[1]}")
     taken: list[int] = []
-    call = TokenLayerCall.__call__
+    call = WholeLayersCall.__call__
 
-    def noted(self: TokenLayerCall, x: Tensor, *arguments: Any) -> Any:
-        taken.append(len(x))
-        return call(self, x, *arguments)
+    def noted(self: WholeLayersCall, *arguments: Any) -> Any:
+        out, moments = call(self, *arguments)
+        taken.extend([len(moments)] * len(moments))
+        return out, moments
 
-    monkeypatch.setattr(TokenLayerCall, "__call__", noted)
+    monkeypatch.setattr(WholeLayersCall, "__call__", noted)
     return taken
 
 
@@ -68,7 +70,7 @@ def test_tokens_are_transformers_own(calls: list[int], name: str) -> None:
         assert tokens(engine, ids) == expected
         layers = engine.module.model.layers
         assert all("forward" in vars(layer) for layer in layers)
-    assert len(calls) == 11 * len(layers)
+    assert calls == [len(layers)] * 11 * len(layers)
     assert not any("forward" in vars(module) for module in engine.module.modules())
 
 
@@ -87,6 +89,54 @@ def test_somebody_s_hooks_within_a_layer_are_heard(calls: list[int]) -> None:
         changed = tokens(engine, ids)
         handle.remove()
         assert tokens(engine, ids) == plain != changed
+
+
+def test_somebody_s_hooks_on_a_layer_are_heard(calls: list[int]) -> None:
+    """They see what comes from the layers before, each of which is a call of its own then."""
+    ids, seen = torch.randint(3, 100, (1, 30)), list[tuple[Tensor, Tensor]]()
+    with megakv.init_inference(model_of("llama"), {"dtype": "fp32"}) as engine:
+        plain = tokens(engine, ids)
+        first, second = engine.module.model.layers
+        handles = [
+            first.register_forward_hook(lambda _module, _inputs, out: seen.append((out, out))),
+            second.register_forward_pre_hook(lambda _module, inputs: seen.append((seen[-1][1], inputs[0]))),
+        ]
+        calls.clear()
+        assert tokens(engine, ids) == plain
+        assert calls == [1] * 22 and len(seen) == 24
+        assert all(torch.equal(gave, got) for gave, got in seen[1::2])
+        for handle in handles:
+            handle.remove()
+        handle = second.register_forward_pre_hook(lambda _module, inputs: (inputs[0] * 3, *inputs[1:]))
+        assert tokens(engine, ids) != plain
+        handle.remove()
+        calls.clear()
+        assert tokens(engine, ids) == plain and calls == [2] * 22
+
+
+class AnotherLoop(Qwen2Model):
+    """The same, by somebody else's code."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return super().forward(*arguments, **options)
+
+
+@pytest.mark.parametrize("kind", ["other masks", "another loop", "an earlier layer of another kind"])
+def test_layers_that_need_not_follow_one_another_are_calls_of_their_own(calls: list[int], kind: str) -> None:
+    config = FAMILIES["qwen2"]()
+    if kind == "other masks":
+        config.layer_types, config.sliding_window = ["full_attention", "sliding_attention"], 7
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    if kind == "another loop":
+        model.model.__class__ = AnotherLoop
+    if kind == "an earlier layer of another kind":
+        model.model.layers[0].mlp.act_fn = nn.Tanh()
+    ids = torch.randint(3, 100, (1, 30))
+    expected = tokens(model, ids)
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        assert tokens(engine, ids) == expected
+    assert set(calls) == {1}
 
 
 def test_other_weights_are_taken(calls: list[int]) -> None:
