@@ -174,11 +174,15 @@ class Scheduler:
             return first if waited_s else self._beside(ending, decoding)
         self._ended = False
         seconds = self._times.seconds(_size(PassSize(), readers, most))
-        slices = seconds / planned_s
+        slices, left = seconds / planned_s, sum(reader.left for reader in readers)
         if slices > 1 and (parts := int(2 * self._layers / slices)) * slices < WELL_FILLED * 2 * self._layers:
-            # One part of a layer more in a slice, of fewer tokens, makes for fewer pauses.
+            # One part of a layer more in a slice, of fewer tokens, makes for fewer pauses; but whatever it reads, each
+            # further pass takes some time.
             fewer = self._chunks(readers, order, PassSize(), 2 * self._layers * planned_s / (parts + 1))
-            if 2 * sum(fewer) > sum(most):
+            passes = [math.ceil(left / sum(chunks)) for chunks in (fewer, most)]
+            pauses = left / sum(most) * (2 * self._layers / max(parts, 1) - slices)
+            start_s, pause_s = self._times.seconds(PassSize(prompt_tokens=1)), self._times.seconds(decoding)
+            if pauses * pause_s > (passes[0] - passes[1]) * start_s:
                 most, seconds = fewer, self._times.seconds(_size(PassSize(), readers, fewer))
         stops = self._slices.begin(sum(most), seconds * exceeds, slice_s - waited_s)
         if stops is None and waited_s:
