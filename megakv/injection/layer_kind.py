@@ -173,17 +173,15 @@ def is_known(layer: Any) -> bool:
 
 def calls_in_turn(decoder: Any, layers: list[Any]) -> bool:
     """Whether a decoder does nothing between its layers, which are these, and nobody listens to what they give."""
+    if _code(type(decoder).forward) not in _known_decoders() or "forward" in vars(decoder):
+        return False
     config = decoder.config
     return (
-        _code(type(decoder).forward) in _known_decoders()
-        and "forward" not in vars(decoder)
-        and list(decoder.layers) == layers
+        list(decoder.layers) == layers
         and config.num_hidden_layers >= len(layers)
         and len({*(getattr(config, "layer_types", None) or ())}) <= 1
         and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
-        and not any(
-            type(layer).__call__ not in (nn.Module.__call__, GradientCheckpointingLayer.__call__) for layer in layers
-        )
+        and all(type(layer).__call__ in (nn.Module.__call__, GradientCheckpointingLayer.__call__) for layer in layers)
         and not _global_hooks()
     )
 
