@@ -350,3 +350,5 @@ class TokenLayers:
         for own in self.layers:
             if vars(own.layer).get("forward") is own:
                 del own.layer.forward
+            # They know each other: without this the model would stay until somebody looks for such circles.
+            own.following = []
