@@ -177,8 +177,8 @@ class ForwardPass:
     pauses: Pauses | None = None
     outer: ForwardPass | None = None
     """The pass within which it runs, which goes on behind it."""
-    ahead: tuple[Tensor, int] | None = None
-    """Hidden states behind layers that were computed with an earlier one, and how many layers come before them."""
+    ahead: tuple[Tensor, range] | None = None
+    """Hidden states behind layers that were computed with an earlier one, and which layers those are."""
     token_step: TokenStep | None = None
     """Attends where a layer's rows are in this memory alone; None but for one new token of every sequence."""
     local: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))

@@ -64,9 +64,9 @@ class LastLayerRows:
             self._handles.pop().remove()
 
     @property
-    def numbers(self) -> int:
-        """The sum of the numbers by which modules know the hooks that are there now."""
-        return sum(handle.id for handle in self._handles)
+    def numbers(self) -> set[int]:
+        """Those by which modules know the hooks that are there now."""
+        return {handle.id for handle in self._handles}
 
     def _narrow_queries(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         wanted = self._wanted()

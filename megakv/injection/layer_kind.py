@@ -181,6 +181,7 @@ def calls_in_turn(decoder: Any, layers: list[Any]) -> bool:
         and config.num_hidden_layers >= len(layers)
         and len({*(getattr(config, "layer_types", None) or ())}) <= 1
         and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
+        and all(layer._compiled_call_impl is None for layer in layers)
         and all(type(layer).__call__ in (nn.Module.__call__, GradientCheckpointingLayer.__call__) for layer in layers)
         and not _global_hooks()
     )

@@ -12,10 +12,12 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
@@ -89,7 +91,7 @@ class TokenLayer:
             return
         parameters, attention = list(self.layer.parameters()), self.layer.self_attn
         norms = (getattr(module, "variance_epsilon", None) for module in self.layer.modules())
-        settings = [*norms, attention.head_dim, self.layer.mlp.act_fn]
+        settings = [*norms, attention.head_dim, attention.scaling, self.layer.mlp.act_fn]
         seen = [parameter.data_ptr() for parameter in parameters], settings, self._runtime.comm.channels
         if self._attention is not attention or seen != self._seen:
             self._attention, self._seen, self._plans = attention, seen, {}
@@ -99,7 +101,7 @@ class TokenLayer:
         step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
         if args or attention is None or step is None or step.token_step is None or step.recomputing:
             return self.before(hidden_states, *args, **kwargs)
-        if step.ahead is not None and self.index < step.ahead[1]:
+        if step.ahead is not None and self.index in step.ahead[1]:
             assert hidden_states is step.ahead[0], "something came between layers that were computed together"
             return hidden_states
         plan = self._plan(slices=step.slices)
@@ -150,7 +152,7 @@ class TokenLayer:
             comm.guard(call.ranks, "decoding", layers[0] if len(tables) == 1 else None) if call.ranks else nullcontext()
         ):
             out, moments = call(x, cos, sin, one, tables, window)
-        step.ahead = out, self.index + len(tables)
+        step.ahead = out, range(self.index + 1, self.index + len(tables))
         for layer, parts in zip(layers, moments, strict=False):
             self._count(layer, begun, parts)
             self._runtime.stepped(step, layer, window)
@@ -294,12 +296,11 @@ class TokenLayers:
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale = True
-        # Of all modules, and the sum of their numbers when layers were looked at, but for the last layer's, which come
-        # and go with passes: others do at any time, and each has a number above those before.
+        # Those of all modules, by numbers.
         self._hooks: list[dict[int, Any]] = []
         # What ranks exchange messages through is made anew after failures.
         self._channels = comm.channels
-        self._heard = 0
+        self._found: list[Any] = []
         if comm.mesh.device.type != "cpu":
             return
         kernel, _ = load_layer()
@@ -315,13 +316,14 @@ class TokenLayers:
     def begin(self, step: ForwardPass) -> None:
         """A pass begins. Before the first one of single tokens in a call, layers are looked at.
 
-        Passes over several caches are calls of their own: there it is the first after prompts.
+        Passes over several caches are calls of their own: there it is the first after prompts. It is done again where
+        somebody has begun to listen, or has replaced what calls layers, at any time.
         """
         if step.token_step is None:
             self._stale = True
             return
         same = step.cache.outlives if step.generation is None else step.generation is self._generation()
-        alike = self._heard_now() == self._heard and self._channels is self._comm.channels
+        alike = self._state() == self._found and self._channels is self._comm.channels
         if self._stale or not same or not alike:
             self._look()
         # Not held: with it goes its cache.
@@ -331,10 +333,12 @@ class TokenLayers:
     def _look(self) -> None:
         modules = [module for own in self.layers for module in own.layer.modules()]
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._heard, self._channels = self._heard_now(), self._comm.channels
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._found, self._channels = self._state(), self._comm.channels
         for own in self.layers:
             own.look()
-        if self.layers and calls_in_turn(self._decoder, [own.layer for own in self.layers]):
+        called = self.layers and all(vars(own.layer).get("forward") is own for own in self.layers)
+        if called and calls_in_turn(self._decoder, [own.layer for own in self.layers]):
             self.layers[0].following = self.layers
 
     @property
@@ -342,8 +346,20 @@ class TokenLayers:
         """Whether some layer was of the kind when it was looked at last."""
         return any(own.known for own in self.layers)
 
-    def _heard_now(self) -> int:
-        return sum(map(sum, self._hooks)) - self._last_layer.numbers
+    def _state(self) -> list[Any]:
+        """What may change within a call: hooks, but for the last layer's, which come and go with passes, and what is
+        called, in which order, with which scale.
+        """
+        decoder, own_hooks = self._decoder, self._last_layer.numbers
+        found: list[Any] = [number for number in chain.from_iterable(self._hooks) if number not in own_hooks]
+        for own in self.layers:
+            layer, attention = vars(own.layer), own.layer._modules.get("self_attn")
+            found += (layer.get("forward"), layer.get("_compiled_call_impl"))
+            found += (id(attention), None if attention is None else vars(attention).get("scaling"))
+        held = decoder._modules.get("layers")
+        if held is not None:
+            found += map(id, held._modules.values())
+        return [*found, getattr(getattr(decoder, "config", None), "num_hidden_layers", None)]
 
     def remove(self) -> None:
         """Give the layers their own `forward` back."""

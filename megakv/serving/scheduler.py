@@ -25,6 +25,7 @@ GAP_SHARE = 0.95
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
 WELL_FILLED = 0.92
 """Part of the time between two pauses that whole parts of layers should take."""
+MOST_EXCESS = 2.0
 LATEST = 3
 """Passes with pauses that say by how much the next one will exceed what is predicted: each has more behind it."""
 LEAST_SLICE = 0.25
@@ -144,7 +145,8 @@ class Scheduler:
     def measured_with_pauses(self, size: PassSize, seconds: float, *, last: float) -> None:
         """A pass that paused has ended: seconds without its pauses, and of them those behind the last one."""
         if expected := self._times.seconds(size):
-            self._exceeds.append(seconds / expected)
+            # One that took far longer, as on a machine that was busy, says nothing of the next one.
+            self._exceeds.append(min(seconds / expected, MOST_EXCESS))
         self._times.add(size, seconds)
         self._owed += self._settings.decode_share * last
         self._waited_s += last

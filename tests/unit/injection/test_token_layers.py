@@ -1,6 +1,7 @@
 """Which decoder layers go by compiled calls, and that nothing but time changes."""
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LogitsProcessor
 from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
@@ -112,6 +113,117 @@ def test_somebody_s_hooks_on_a_layer_are_heard(calls: list[int]) -> None:
         handle.remove()
         calls.clear()
         assert tokens(engine, ids) == plain and calls == [2] * 22
+
+
+class Doubled(nn.Module):
+    """In the place of a layer."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        return 2 * self.layer(*arguments, **options)
+
+
+class Left(nn.Module):
+    """A layer that is left out."""
+
+    def forward(self, hidden_states: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        return hidden_states
+
+
+def around_forward(model: Any) -> None:
+    before = model.model.layers[1].forward
+    model.model.layers[1].forward = lambda x, *arguments, **options: 2 * before(x, *arguments, **options)
+
+
+def no_forward(model: Any) -> None:
+    model.model.layers[1].forward = lambda hidden_states, *_arguments, **_options: hidden_states
+
+
+def other_scale(model: Any) -> None:
+    model.model.layers[1].self_attn.scaling *= 3
+
+
+def other_order(model: Any) -> None:
+    first, second, third = model.model.layers
+    model.model.layers = nn.ModuleList([second, first, third])
+
+
+def fewer_layers(model: Any) -> None:
+    model.config.num_hidden_layers = 2
+
+
+def pruned(model: Any) -> None:
+    model.model.layers = model.model.layers[:2]
+
+
+def around_layer(model: Any) -> None:
+    model.model.layers[1] = Doubled(model.model.layers[1])
+
+
+def left_out(model: Any) -> None:
+    model.model.layers[1] = Left()
+
+
+def compiled(model: Any) -> None:
+    layer = model.model.layers[1]
+    layer._compiled_call_impl = lambda *arguments, **options: 2 * layer._call_impl(*arguments, **options)
+
+
+def heard_everywhere(model: Any) -> None:
+    layer = model.model.layers[1]
+    model.handle = register_module_forward_hook(lambda module, _inputs, out: 2 * out if module is layer else None)
+
+
+class At(LogitsProcessor):
+    """Does something before a token."""
+
+    def __init__(self, token: int, change: Callable[[], None]):
+        self.left, self.change = token, change
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            self.change()
+        return scores
+
+
+CHANGES = (
+    around_forward, no_forward, other_scale, other_order, fewer_layers, pruned, around_layer, left_out, compiled,
+    heard_everywhere,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("within", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_calls_layers_may_change_at_any_time(
+    calls: list[int], change: Callable[[Any], None], within: bool
+) -> None:
+    """Between calls, and within one: tokens are those of transformers' model, changed then."""
+    config, ids = FAMILIES["llama"](), torch.randint(3, 100, (1, 30))
+    config.num_hidden_layers = 3
+
+    def found(model: Any, served: Any) -> list[int]:
+        at = At(5, lambda: change(model))
+        if not within:
+            change(model)
+        try:
+            processors = [at] if within else []
+            return served.generate(ids, max_new_tokens=16, do_sample=False, logits_processor=processors)[0].tolist()
+        finally:
+            if hasattr(model, "handle"):
+                model.handle.remove()
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    other = copy.deepcopy(model)
+    expected = found(model, model)
+    with megakv.init_inference(other, {"dtype": "fp32"}) as engine:
+        tokens(engine, ids)
+        assert set(calls) == {3}
+        assert found(engine.module, engine) == expected
 
 
 class AnotherLoop(Qwen2Model):
