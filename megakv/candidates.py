@@ -111,8 +111,9 @@ class Lookup:
     """Prompt lookup where tokens are chosen greedily: each rank looks for itself, in tokens that are the same on all.
 
     Looking up costs next to nothing, a wider step does not. So what is looked up is proposed as long as its first token
-    comes true, and after a miss only compared with what comes until it has come true `TRUSTED` times in a row: that is
-    decided by tokens alone, on every rank alike. Nothing is proposed beyond the last token that may come.
+    comes true. Before it has at first, and after a miss until it has `TRUSTED` times in a row, it is only compared with
+    what comes: that is decided by tokens alone, on every rank alike. Nothing is proposed beyond the last token that may
+    come.
     """
 
     def __init__(self, config: GenerationConfig):
@@ -127,7 +128,7 @@ class Lookup:
         # On the host: on an accelerator each comparison would be waited for.
         self._ids = torch.empty((1, 0), dtype=torch.long)
         self._guess = self._ids
-        self._hits = TRUSTED
+        self._hits = TRUSTED - 1
 
     def propose(self, input_ids: Tensor) -> Proposal:
         known = self._ids.shape[1]

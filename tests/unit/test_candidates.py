@@ -228,8 +228,11 @@ def test_what_is_looked_up_is_proposed_while_it_comes_true() -> None:
         proposed.append(found[0, len(text) :].tolist())
         text.append(token)
     # What was looked up behind 50 is nothing, behind 0 it is 1: after `TRUSTED` that came true it is proposed again.
-    assert proposed[0] == [2, 3, 4, 5] and TRUSTED == 2
-    assert proposed[1:4] == [[], [], []] and proposed[4:6] == [[3, 4, 5, 6], [4, 5, 6, 7]]
+    assert TRUSTED == 2 and proposed[:4] == [[], [], [], []] and proposed[4:6] == [[3, 4, 5, 6], [4, 5, 6, 7]]
+    # At first once is enough.
+    lookup = Lookup(config)
+    found, then = (lookup.propose(torch.tensor([text[:known]]))[0][0, known:].tolist() for known in (15, 16))
+    assert found == [] and then == [3, 4, 5, 6]
     text += [7, 8, 9] * 8
     found, _ = lookup.propose(torch.tensor([text[:38]]))
     assert found.shape[1] <= 40
