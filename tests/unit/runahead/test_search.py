@@ -129,16 +129,16 @@ def test_noise_is_measured_again() -> None:
 def test_noise_does_not_choose() -> None:
     """Times that scatter by 3% cost the partition less than a percent: neighbours vouch for each other.
 
-    A mean of 20 models; that of all is 0.3%, in 71 trials, and one mean in 10,000 is of more than 85.
+    A mean of 32 models; that of all is 0.3%, in 71 trials.
     """
     slower, trials = [], []
-    for _ in range(20):
+    for _ in range(32):
         rng = random.Random(random.getrandbits(32))
         chain = SimulatedChain.usual(96, rng)
         result = PartitionSearch(PAPER, chain.evaluator(0.03, rng), finalists=4, rounds=3).run()
         slower.append(excess(chain, result, EVERY))
         trials.append(len(result.trials))
-    assert np.mean(slower) < 0.01 and np.mean(trials) < 85
+    assert np.mean(slower) < 0.01 and np.mean(trials) < 81
 
 
 def test_what_was_slower_than_even_at_the_end_is_not_chosen() -> None:
