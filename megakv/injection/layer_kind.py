@@ -98,7 +98,7 @@ def _known() -> frozenset[tuple[str, ...]]:
 @functools.cache
 def _known_decoders() -> frozenset[str]:
     """The codes of what calls one layer behind the other, with the same inputs but for what one gives the next."""
-    return frozenset(_bare(node) for kind in KINDS for node in _methods(kind, [f"{kind}{DECODER}"]) if node is not None)
+    return frozenset(_bare(node) for kind in KINDS for node in _methods(_parsed(kind), [f"{kind}{DECODER}"]) if node)
 
 
 def _parsed(kind: str) -> list[ast.stmt]:
@@ -108,19 +108,20 @@ def _parsed(kind: str) -> list[ast.stmt]:
     return ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
 
 
-def _methods(kind: str, names: list[str]) -> list[ast.stmt | None]:
-    """The forward of each of some classes."""
-    classes = {node.name: node for node in _parsed(kind) if isinstance(node, ast.ClassDef)}
+def _methods(top: list[ast.stmt], names: list[str]) -> list[ast.stmt | None]:
+    """The forward of each of some classes of a file."""
+    classes = {node.name: node for node in top if isinstance(node, ast.ClassDef)}
     bodies = (classes[name].body if name in classes else [] for name in names)
     return [next((node for node in body if getattr(node, "name", "") == "forward"), None) for body in bodies]
 
 
 def _in_file(kind: str) -> tuple[str, ...]:
     """Those of one model type; none where its file is another than is known here."""
-    functions = {node.name: node for node in _parsed(kind) if isinstance(node, ast.FunctionDef)}
-    methods = _methods(kind, [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)])
+    top = _parsed(kind)
+    functions = {node.name: node for node in top if isinstance(node, ast.FunctionDef)}
+    methods = _methods(top, [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)])
     if methods[2] is not None and HEAD_NORMS[0] in ast.dump(methods[2]):
-        methods += _methods(kind, [f"{kind}RMSNorm"] * len(HEAD_NORMS))
+        methods += _methods(top, [f"{kind}RMSNorm"] * len(HEAD_NORMS))
     nodes = [*methods, functions.get(ROTARY), functions.get(TURNED)]
     return tuple(_bare(node) for node in nodes if node is not None) if all(nodes) else ()
 

@@ -147,10 +147,8 @@ class TokenLayer:
             tables.append(table)
         if not tables:
             return None
-        begun = comm.ledger.mark()
-        with (
-            comm.guard(call.ranks, "decoding", layers[0] if len(tables) == 1 else None) if call.ranks else nullcontext()
-        ):
+        begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
+        with comm.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
             out, moments = call(x, cos, sin, one, tables, window)
         step.ahead = out, range(self.index + 1, self.index + len(tables))
         for layer, parts in zip(layers, moments, strict=False):

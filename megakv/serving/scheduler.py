@@ -25,9 +25,10 @@ GAP_SHARE = 0.95
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
 WELL_FILLED = 0.92
 """Part of the time between two pauses that whole parts of layers should take."""
-MOST_EXCESS = 2.0
 LATEST = 3
 """Passes with pauses that say by how much the next one will exceed what is predicted: each has more behind it."""
+MOST_EXCESS = 2.0
+"""How much that is at most."""
 LEAST_SLICE = 0.25
 """Part of the gap for which a pass goes on between two pauses in any case, however long the streams' tokens take."""
 OLDEST_SHARE = 4
