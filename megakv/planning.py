@@ -59,6 +59,8 @@ class PassPlanner:
     """Whether replicas of KV heads share tokens: like compressed ones, those do not travel."""
     slices: bool | None = None
     """Whether what ranks are spared by slices of feed-forward layers is worth a message; None: they have no slices."""
+    sliced_rows: int = 0
+    """Tokens of a pass up to which slices, of all tokens on every rank, take less than shards of them do."""
     choice: PrefillChoice | None = None
     """How the last prompt was spread."""
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
@@ -92,8 +94,13 @@ class PassPlanner:
 
         With fewer than 2N new tokens per sequence balanced chunks would be empty.
         """
-        few = proposed > 0 or (max(workload.new) < 2 * workload.size and not self._cut_by_user(workload))
-        return 1 < workload.size and few
+        few = max(workload.new) < 2 * workload.size or self._by_slices(workload)
+        return 1 < workload.size and (proposed > 0 or (few and not self._cut_by_user(workload)))
+
+    def _by_slices(self, workload: Workload) -> bool:
+        """Whether a short prompt is computed as a step of decoding is."""
+        free = self.config.prefill == "auto" and not self.gathers and not self.divided
+        return free and workload.total_new <= self.sliced_rows and self.decode_method(workload) == "tensor"
 
     def plan(
         self, new: TokenBlock, cache: ShardedCache, workload: Workload, proposed: int = 0

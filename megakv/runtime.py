@@ -65,6 +65,8 @@ class Runtime:
     """Moves a layer's keys ``[n, D]`` on by so many positions."""
     last_layer: int | None = None
     """The layer whose results nobody but the output head reads, if the model has such a one."""
+    few_rows: int = 1
+    """Tokens of a pass up to which layers compute it as a step of decoding, on all ranks alike."""
     _life: int = 0
     _kernel: bool | None = None
 
@@ -133,13 +135,15 @@ class Runtime:
         # The last layer can do with the tokens whose results are asked for. It does where there is one of each
         # sequence, as when text is generated, unless something may be compressed, which takes all queries.
         asked = wanted.tokens(new.batch)
-        decodes = self.planner.decodes(workload, proposed)
+        plain = self.replicas is None and turn is None and not (watched or evict) and self.pauses is None
+        # Where all rows go through layers at once, leaving some out would take longer than to compute them.
+        steps = plain and len(new) <= self.few_rows and (size == 1 or layout.replicated)
+        decodes = steps or self.planner.decodes(workload, proposed)
         narrow = self.last_layer is not None and turn is None and not watched and not decodes
         if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
             layout = layout.narrowed(asked)
-        plain = cache.length > 0 and self.replicas is None and turn is None and not (watched or evict)
         return ForwardPass(
-            token_step=token_step(layout, cache, self.comm) if plain and self._steps() else None,
+            token_step=token_step(layout, cache, self.comm, self.few_rows) if plain and self._steps() else None,
             layout=layout,
             cache=cache,
             method=method,

@@ -1,7 +1,8 @@
-"""A step of decoding in one layer on processors: one compiled call stores the new rows, and attends to all of them.
+"""A step of a few tokens in one layer on processors: one compiled call stores the new rows, and attends to all of them.
 
-Where a pass has one new token of every sequence, all of its layers do the same. What they have in common is found out
-once for the pass, and where a layer's rows lie, which its store knows, once for as long as they stay there.
+Where a pass has a few new tokens of every sequence, as in decoding, all of its layers do the same. What they have in
+common is found out once for the pass, and where a layer's rows lie, which its store knows, once for as long as they
+stay there.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -59,9 +60,9 @@ class RowTable:
             words += table._words
         return cls(counts, first, words, tables[0].dtype)
 
-    def add(self, sequence: int) -> None:
-        """Another row lies behind the last one of a sequence."""
-        self._words[self._bounds[sequence + 1] * len(Run._fields) - len(Run._fields) + 2] += 1
+    def add(self, sequence: int, rows: int) -> None:
+        """So many more rows lie behind the last one of a sequence."""
+        self._words[self._bounds[sequence + 1] * len(Run._fields) - len(Run._fields) + 2] += rows
 
 
 class RowStore(Protocol):
@@ -83,39 +84,39 @@ class StepKernel:
         library = ctypes.CDLL(str(path))
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self.step, self.merge = library.megakv_step, library.megakv_merge
-        self.step.argtypes = [
-            number, pointer, pointer, pointer, pointer, pointer, pointer, ctypes.c_float, pointer, number, number,
-            pointer,
-        ]  # fmt: skip
+        self.step.argtypes = [number, pointer, pointer, ctypes.c_float, pointer, number, number, pointer]
         self.merge.argtypes = [number, pointer, whole, whole, whole, whole, pointer, pointer]
         self.step.restype = self.merge.restype = number
 
 
 class TokenStep:
-    """Attention of a pass that has one new token of every sequence, on ranks that all have their queries.
+    """Attention of a pass that has a few new tokens of every sequence, on ranks that all have their queries.
 
-    `stored` are the sequences whose tokens this rank keeps; `seen` gives ``[B]`` the first row that a window reaches of
-    all that this rank was ever given of a sequence; `gather` the partial results of all ranks, ``[N, ...]``, for a
+    Of sequence b they are the packed rows from ``bounds[b]`` to before ``bounds[b + 1]``, their slots ascending.
+    `stored` are the rows that this rank keeps; `seen` gives ``[L]``, for each, the first row that a window reaches of
+    all that this rank was ever given of the sequence; `gather` the partial results of all ranks, ``[N, ...]``, for a
     layer's of this one, and is None on a rank that has everything; `compute` counts a stretch of computation.
     """
 
     def __init__(
         self,
         kernel: StepKernel,
-        batch: int,
+        bounds: Sequence[int],
         stored: Sequence[int],
         seen: Callable[[int], IntArray],
         gather: Callable[[Tensor, int], Tensor] | None,
         compute: Callable[[str, int], AbstractContextManager[None]],
     ):
         self._compute = compute
-        self._kernel, self.batch, self._sequences, self._seen, self._gather = kernel, batch, stored, seen, gather
-        marks = bytearray(batch)
-        for sequence in stored:
-            marks[sequence] = 1
-        self._stored = (ctypes.c_char * batch).from_buffer(marks)
-        self.stored = ctypes.addressof(self._stored)
-        """For each sequence, whether this rank keeps its token; for the kernel."""
+        self._kernel, self._seen, self._gather = kernel, seen, gather
+        self.length = bounds[-1]
+        """Packed rows of all sequences."""
+        self._begins, marks = array("q", bounds), bytearray(self.length)
+        for row in stored:
+            marks[row] = 1
+        self._stored = (ctypes.c_char * self.length).from_buffer(marks)
+        of_row = [sequence for sequence, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
+        self._sequences = [of_row[row] for row in stored]
         self.threads = torch.get_num_threads()
         self._windows: dict[int, IntArray] = {}
 
@@ -123,13 +124,14 @@ class TokenStep:
         """Whether a layer is for it: on all ranks alike."""
         kind, (_, heads, rows, dim), kv_heads = q_BHSD.dtype, q_BHSD.shape, k_BKSD.shape[1]
         return (
-            rows == self.batch
+            rows == self.length
             and kind in TYPES
             and kind == k_BKSD.dtype == v_BKSD.dtype
             and dim == k_BKSD.shape[3]
             and q_BHSD.stride(3) == k_BKSD.stride(3) == v_BKSD.stride(3) == 1
             and DecodeKernel.few(heads // kv_heads, 1)
             and scoring.plain
+            and scoring.scale > 0
             and scoring.value_columns is None
         )
 
@@ -137,13 +139,16 @@ class TokenStep:
         """Where those of a layer lie, with places for new ones of that kind."""
         return store.in_place(self._sequences, k_KLD, v_KLD)
 
-    def seen(self, window: int | None) -> int:
-        """For the kernel: the first row that a window reaches of each sequence; 0 without one."""
-        if window is None:
-            return 0
-        if window not in self._windows:
-            self._windows[window] = np.ascontiguousarray(self._seen(window))
-        return self._windows[window].ctypes.data
+    def held(self, table: RowTable, window: int | None) -> tuple[int, ...]:
+        """What the kernel calls so, of a layer."""
+        seen = 0
+        if window is not None:
+            if window not in self._windows:
+                self._windows[window] = np.ascontiguousarray(self._seen(window))
+            seen = self._windows[window].ctypes.data
+        begins, _ = self._begins.buffer_info()
+        stored = ctypes.addressof(self._stored)
+        return len(self._begins) - 1, begins, table.bounds, table.runs, stored, table.first, seen
 
     def attend(
         self,
@@ -166,7 +171,7 @@ class TokenStep:
             rows, heads, kv_heads, dim, value_dim, q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row,
             v_BKSD.data_ptr(), v_head, v_row,
         ))  # fmt: skip
-        kind, sink = TYPES[q_BHSD.dtype], None
+        held, kind, sink = array("q", self.held(table, scoring.window)), TYPES[q_BHSD.dtype], None
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
             sink = sinks.data_ptr()
@@ -174,8 +179,8 @@ class TokenStep:
         found = out if alone else q_BHSD.new_empty((rows, heads, value_dim + 1), dtype=torch.float32)
         with self._compute("attention", layer):
             failed = self._kernel.step(
-                kind, step.buffer_info()[0], table.bounds, table.runs, self.stored, table.first,
-                self.seen(scoring.window), scoring.scale, sink, not alone, self.threads, found.data_ptr(),
+                kind, step.buffer_info()[0], held.buffer_info()[0], scoring.scale, sink, not alone, self.threads,
+                found.data_ptr(),
             )  # fmt: skip
         if self._gather is not None and not failed:
             parts = self._gather(found, layer)
@@ -184,34 +189,40 @@ class TokenStep:
                 kind, parts.data_ptr(), len(parts), count, heads, value_dim, sink, out.data_ptr()
             )
         if failed:
-            raise MemoryError(f"no memory for partial results of {rows} sequences and {heads} heads")
+            raise MemoryError(f"no memory for partial results of {rows} rows and {heads} heads")
         return out
 
 
-def token_step(layout: Layout, cache: HasTable, comm: Any) -> TokenStep | None:
-    """That of a pass of a cache, by this rank's `Communicator`; None, on all ranks, where the pass or the device is
-    another, or where there is no kernel.
+def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int) -> TokenStep | None:
+    """That of a pass of a cache that has up to so many tokens, or one of each sequence, by this rank's `Communicator`.
+
+    None, on all ranks, where the pass or the device is another, or where there is no kernel.
     """
     rank, size, kind = comm.mesh.cp_rank, comm.mesh.cp_size, comm.mesh.device.type
     tokens = layout.tokens[rank]
-    if kind != "cpu" or torch.is_autocast_enabled(kind):
+    if kind != "cpu" or torch.is_autocast_enabled(kind) or layout.wanted is not None:
         return None
-    if len(tokens) != tokens.batch or not tokens.single or (size > 1 and not layout.replicated):
+    single = len(tokens) == tokens.batch and tokens.single
+    if not (single or len(tokens) <= most_rows) or (size > 1 and not layout.replicated):
         return None
     kernel, _ = load_step()
     if kernel is None:
         return None
 
     def seen(window: int) -> IntArray:
-        first = tokens.slot - window
-        rows = [np.searchsorted(cache.table.slots(rank, b), slot, side="right") for b, slot in enumerate(first)]
-        return np.array(rows, dtype=np.int64)
+        first, held = tokens.slot - window, cache.table
+        rows = [
+            np.searchsorted(held.slots(rank, sequence), first[tokens.run(sequence)], side="right")
+            for sequence in range(tokens.batch)
+        ]
+        return np.concatenate(rows).astype(np.int64)
 
     def gather(partial: Tensor, layer: int) -> Tensor:
         return comm.cp_all_gather(partial, operation="replicated", layer=layer)
 
-    stored = layout.stored[rank].sequences
-    return TokenStep(kernel, tokens.batch, stored, seen, gather if size > 1 else None, comm.ledger.compute)
+    stored = layout.kept_rows(rank)
+    kept = range(len(tokens)) if stored is None else stored.tolist()
+    return TokenStep(kernel, tokens.bounds.tolist(), kept, seen, gather if size > 1 else None, comm.ledger.compute)
 
 
 @functools.cache
@@ -235,13 +246,18 @@ def _problem(kernel: StepKernel) -> str:
     """What is wrong with their results on a small example; empty if nothing is."""
     # Whatever device is the default one.
     generator = torch.Generator("cpu").manual_seed(0)
-    batch, rows, cut, window, compute = 2, 70, 40, 50, Ledger().compute
+    rows, cut, window = 70, 40, 50
+    # Sequences of one new row, and of three.
+    bounds, behind = (0, 1, 4, 5), (0, 2, 1, 0, 0)
+    batch, length = len(bounds) - 1, bounds[-1]
+    of_row = [sequence for sequence in range(batch) for _ in range(*bounds[sequence : sequence + 2])]
     for dtype, tolerance in TOLERANCE.items():
         q, k, v, sinks = (
             torch.randn(shape, generator=generator, device="cpu").to(dtype)
-            for shape in ((batch, 6, 37), (batch, 2, rows, 37), (batch, 2, rows, 21), (6,))
+            for shape in ((length, 6, 37), (batch, 2, rows, 37), (batch, 2, rows, 21), (6,))
         )
-        new = [each.transpose(0, 1)[None] for each in (q, k[:, :, -1], v[:, :, -1])]
+        places = [(sequence, rows - 1 - back) for sequence, back in zip(of_row, behind, strict=True)]
+        new = [torch.stack([each[b, :, slot] for b, slot in places], 1)[None] for each in (k, v)]
         partial: list[Tensor] = []
 
         def gather(own: Tensor, layer: int, partial: list[Tensor] = partial) -> Tensor:
@@ -249,27 +265,28 @@ def _problem(kernel: StepKernel) -> str:
             return torch.stack(partial)
 
         def attended(
-            part: slice, stored: Sequence[int], scoring: Scoring, gather: Any, k: Tensor = k, v: Tensor = v,
-            new: Any = new, sinks: Tensor = sinks,
+            part: slice, stored: Sequence[int], scoring: Scoring, gather: Any, q: Tensor = q, k: Tensor = k,
+            v: Tensor = v, new: Any = new, sinks: Tensor = sinks,
         ) -> Tensor | None:  # fmt: skip
-            held = torch.empty_like(k), torch.empty_like(v)
-            for mine, given in zip(held, (k, v), strict=True):
-                mine[:, :, : rows - bool(stored)] = given[:, :, : rows - bool(stored)]
-            step = TokenStep(kernel, batch, stored, lambda window: np.full(batch, rows - window), gather, compute)
-            return step.attend(0, _Rows(*held, part), new[0], new[1], new[2], scoring, sinks)
+            held = torch.zeros_like(k), torch.zeros_like(v)
+            for b, (first, last) in enumerate(pairwise(bounds)):
+                there = rows - (last - first if stored else 0)
+                for mine, given in zip(held, (k, v), strict=True):
+                    mine[b, :, :there] = given[b, :, :there]
+            seen = np.array([rows - back - window for back in behind])
+            step = TokenStep(kernel, bounds, stored, lambda window: seen, gather, Ledger().compute)
+            return step.attend(0, _Rows(*held, part), q.transpose(0, 1)[None], new[0], new[1], scoring, sinks)
 
-        every = range(batch)
+        every = range(length)
         attended(slice(0, cut), (), Scoring(0.2), gather)
         found = (
-            (attended(slice(cut, rows), every, Scoring(0.2), gather), 0),
-            (attended(slice(0, rows), every, Scoring(0.2, window), None), rows - window),
+            (attended(slice(cut, rows), every, Scoring(0.2), gather), rows),
+            (attended(slice(0, rows), every, Scoring(0.2, window), None), window),
         )
-        for out, first in found:
-            for b in every:
-                dense, lse = dense_attention(q[b, :, None], k[b, :, first:], v[b, :, first:], 0.2)
-                expected = add_sinks(dense, lse, sinks)[:, 0]
-                if out is None or not torch.allclose(out[0, b].double(), expected, rtol=tolerance, atol=tolerance):
-                    return (
-                        f"compiled, a step of decoding in {dtype} differs from the reference by more than {tolerance}"
-                    )
+        for (out, reach), (row, (b, slot)) in product(found, enumerate(places)):
+            see = slice(max(0, slot + 1 - reach), slot + 1)
+            dense, lse = dense_attention(q[row, :, None], k[b, :, see], v[b, :, see], 0.2)
+            expected = add_sinks(dense, lse, sinks)[:, 0]
+            if out is None or not torch.allclose(out[0, row].double(), expected, rtol=tolerance, atol=tolerance):
+                return f"compiled, a step of few tokens in {dtype} differs from the reference by more than {tolerance}"
     return ""

@@ -94,8 +94,8 @@ class WholeLayer:
         timed = [name for name in PARTS if name in sent or name == "attention"]
         self.timed = [(PARTS.index(name), name, sent.get(name, 0)) for name in timed]
         """What of it is timed: numbers and names of parts, and the bytes that this rank sends of each row."""
-        self.few = DecodeKernel.few(weights.heads // weights.kv_heads, 1)
-        """Whether the kernel for attention is for so many heads."""
+        self.few = DecodeKernel.few(weights.heads // weights.kv_heads, 1) and scale > 0
+        """Whether the kernel for attention is for so many heads, and such scores."""
         shape = (weights.kv_heads, 1, weights.head_dim)
         self.like = torch.empty(shape, dtype=calls.dtype, device="cpu")
         """Keys, or values, of a row: the kind."""
@@ -139,10 +139,10 @@ class WholeLayersCall:
         DistNetworkError
             If another rank's connection is over, or nothing came in time.
         """
-        out, seen, rows = torch.empty_like(x), step.seen(window), x.numel() // x.shape[-1]
+        out, rows = torch.empty_like(x), x.numel() // x.shape[-1]
         held = array("q")
         for table in tables:
-            held.extend((table.bounds, table.runs, step.stored, table.first, seen))
+            held.extend(step.held(table, window))
         failed = self._call(
             ctypes.addressof(self._plans), held.buffer_info()[0], len(tables), rows, x.data_ptr(), cos.data_ptr(),
             sin.data_ptr(), step.threads, out.data_ptr(), self._at.buffer_info()[0],

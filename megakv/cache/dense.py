@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -60,12 +61,12 @@ class DenseStore(KVStore):
                 return None
         elif {held.dtype for held in self._held if held is not None} - {k_KLD.dtype}:
             return None
-        for sequence in sequences:
+        for sequence, rows in Counter(sequences).items():
             held = self._held[sequence]
-            if held is None or not held.take_place():
-                self.reserve(sequence, 1, k_KLD, v_KLD)
+            if held is None or not held.take_places(rows):
+                self.reserve(sequence, rows, k_KLD, v_KLD)
             elif self._table is not None:
-                self._table.add(sequence)
+                self._table.add(sequence, rows)
         if self._table is None:
             every = range(len(self._held))
             runs = [[Run.of(*pair) for pair in self.runs(sequence)] for sequence in every]

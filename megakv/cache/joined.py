@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,13 +34,13 @@ class JoinedStore(KVStore):
         return self._stores[sequence].reserve(0, rows, k_KSD, v_KSD)
 
     def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
-        new, tables = set(sequences), list[RowTable]()
+        new, tables = Counter(sequences), list[RowTable]()
         for sequence, store in enumerate(self._stores):
             # Of keys and values a store wants to know the kind: which row is its own does not matter.
-            table = store.in_place([0] if sequence in new else [], k_KLD, v_KLD)
+            table = store.in_place([0] * new[sequence], k_KLD, v_KLD)
             if table is None:
-                for other in new.intersection(range(sequence)):
-                    self._stores[other].crop(0, self._stores[other].rows(0) - 1)
+                for other in range(sequence):
+                    self._stores[other].crop(0, self._stores[other].rows(0) - new[other])
                 return None
             tables.append(table)
         return tables[0] if len(tables) == 1 else RowTable.joined(tables)

@@ -77,13 +77,13 @@ class SegmentedRows:
     def dtype(self) -> torch.dtype:
         return self._tail.keys.dtype
 
-    def take_place(self) -> bool:
-        """Whether there is a place right behind the last row for one more, which then counts as present."""
+    def take_places(self, rows: int) -> bool:
+        """Whether there are places right behind the last row for so many more, which then count as present."""
         before, tail = self.length - self._first, self._tail
-        if self._held <= 0 or before != tail.written or before == tail.capacity:
+        if self._held <= 0 or before != tail.written or before + rows > tail.capacity:
             return False
-        self.length += 1
-        tail.written += 1
+        self.length += rows
+        tail.written += rows
         return True
 
     def expect(self, length: int) -> None:

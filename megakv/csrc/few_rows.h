@@ -182,9 +182,14 @@ template <class T> class Product {
                           nullptr, true);
         for (int64_t i = 0; first && i < count * lanes; i += LANES) store(total + i, load(total + i) + load(run + i));
       }
+      // Rounded where they lie, for many at a time.
+      T* const found = (T*)run;
+      for (int64_t i = 0; i < count; ++i) {
+        const Floats added = all(bias ? scalar(bias + at + i) : 0.0f);
+        for (int64_t l = i * lanes; l < (i + 1) * lanes; l += LANES) store_rounded(found + l, load(total + l) + added, LANES);
+      }
       for (int64_t row = 0; row < x.rows; ++row)
-        for (int64_t i = 0; i < count; ++i)
-          out[row * out_step + at + i] = rounded(total[i * lanes + row] + (bias ? scalar(bias + at + i) : 0.0f), T{});
+        for (int64_t i = 0; i < count; ++i) out[row * out_step + at + i] = found[i * lanes + row];
     }
   }
 };

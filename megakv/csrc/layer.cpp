@@ -17,14 +17,6 @@ struct Ranks {
   const void *outputs_bias, *feed_forward_bias;  // of sums
 };
 
-// Where every sequence's rows lie, and which of them are seen: see megakv_step.
-struct Held {
-  const int64_t* bounds;
-  const Run* runs;
-  const uint8_t* stored;
-  const int64_t *first, *seen;
-};
-
 // What of a layer takes its time, and seconds since the call began at which that began and ended.
 enum Part { INPUTS, ATTENTION, PARTIAL, OUTPUTS, FEED_FORWARD, PARTS };
 
@@ -81,8 +73,7 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
   const Step step{rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width), heads(width + layer.kv_heads * dim)};
   const auto attend = [&](bool partial, void* to) {
     moments.of(ATTENTION, [&] {
-      attend_step<T>(step, held.bounds, held.runs, held.stored, held.first, held.seen, scale, nullptr, partial, threads,
-                     to);
+      attend_step<T>(step, held, scale, nullptr, partial, threads, to);
     });
   };
   if (ranks.attention) {
@@ -123,7 +114,7 @@ struct TokenLayer {
   double scale;
 };
 
-// `count` whole layers, one behind the other, of one row of each sequence: out [rows, hidden] of x [rows, hidden], with
+// `count` whole layers, one behind the other, of a few rows of each sequence: out [rows, hidden] of x [rows, hidden], with
 // rotary embeddings [rows, head_dim]. `at` [count, 5, 2] is written where something took place. Returns 0; 1 if memory is
 // lacking; 2 if a channel says why its message did not come.
 extern "C" int megakv_token_layers(const TokenLayer* layers, const Held* held, int64_t count, int64_t rows, const void* x,

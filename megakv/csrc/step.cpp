@@ -1,20 +1,20 @@
-// A step of decoding in one layer: new keys and values go behind those that are there, and are attended to with them.
+// A step of a few rows in one layer: new keys and values go behind those that are there, and are attended to with them.
 //
 // Layers of few tokens take as long as their calls: what a step does between rotary embeddings and the output
 // projection is one of them.
 
 #include "step.h"
 
-// Every sequence's runs lie from bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16). Where `stored` says
-// so, its new key and value are written to the last place of its last run; then its query sees all keys but the first
-// ones: those before row seen[sequence], where its runs begin with row first[sequence]; all of them if `seen` is null.
-// The result is [sequences, heads, value_dim] in the type, with sinks [heads] where there are any; if it is `partial`,
-// [sequences, heads, value_dim + 1] float32 whose last column is the log-sum-exp. Returns 0, or 1 if memory is lacking.
-extern "C" int megakv_step(int type, const Step* step, const int64_t* bounds, const Run* runs,
-                           const uint8_t* stored, const int64_t* first, const int64_t* seen, float scale,
-                           const float* sinks, int partial, int threads, void* out) {
+// Of sequence s the new rows lie from begins[s] on, ascending, and the runs from bounds[s] on, in the type (0 float32, 1
+// bfloat16, 2 float16). The rows that are `stored` are written to the last places of their runs, in their order; then each
+// query sees all keys but those that come behind it, and those before row seen[query], where the runs begin with row
+// first[s]; from the first one on if `seen` is null. The result is [rows, heads, value_dim] in the type, with sinks [heads]
+// where there are any; if it is `partial`, [rows, heads, value_dim + 1] float32 whose last column is the log-sum-exp.
+// Returns 0, or 1 if memory is lacking.
+extern "C" int megakv_step(int type, const Step* step, const Held* held, float scale, const float* sinks, int partial,
+                           int threads, void* out) {
   return typed(type, [&](auto like) {
-    attend_step<decltype(like)>(*step, bounds, runs, stored, first, seen, scale, sinks, partial, threads, out);
+    attend_step<decltype(like)>(*step, *held, scale, sinks, partial, threads, out);
   });
 }
 

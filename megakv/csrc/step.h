@@ -1,33 +1,46 @@
-// A step of decoding in one layer: new keys and values go behind those that are there, and are attended to with them.
+// A step of a few rows in one layer: new keys and values go behind those that are there, and are attended to with them.
 
 #pragma once
 
 #include "decode.h"
+#include "prefill.h"
 #include "rounding.h"
 
 namespace {
 
-// One row for each sequence and head, elements apart: from one head, or sequence, to the next.
+// Rows of all heads, elements apart: from one head, or row, to the next.
 struct Heads {
   const void* first;
-  int64_t head, sequence;
+  int64_t head, row;
 };
 
 struct Step {
-  int64_t sequences, heads, kv_heads, key_dim, value_dim;
+  int64_t rows, heads, kv_heads, key_dim, value_dim;
   Heads q, k, v;
 };
 
-template <class T> const T* row(const Heads& heads, int64_t head, int64_t sequence) {
-  return (const T*)heads.first + head * heads.head + sequence * heads.sequence;
+// Where every sequence's keys and values lie, and its new rows: see megakv_step.
+struct Held {
+  int64_t sequences;
+  const int64_t *begins, *bounds;
+  const Run* runs;
+  const uint8_t* stored;
+  const int64_t *first, *seen;
+};
+
+template <class T> const T* row(const Heads& heads, int64_t head, int64_t row) {
+  return (const T*)heads.first + head * heads.head + row * heads.row;
 }
 
-template <class T> void append(const Run& run, int64_t sequence, const Step& s) {
+// A new row becomes the last one but so many of a sequence's runs.
+template <class T> void append(const Run* run, int64_t behind, int64_t index, const Step& s) {
+  for (; behind >= run->keys; --run) behind -= run->keys;
+  const int64_t place = run->keys - 1 - behind;
   for (int64_t head = 0; head < s.kv_heads; ++head) {
-    T* const key = (T*)run.k + head * run.k_head + (run.keys - 1) * run.k_step;
-    T* const value = (T*)run.v + head * run.v_head + (run.keys - 1) * run.v_step;
-    std::memcpy(key, row<T>(s.k, head, sequence), s.key_dim * sizeof(T));
-    std::memcpy(value, row<T>(s.v, head, sequence), s.value_dim * sizeof(T));
+    T* const key = (T*)run->k + head * run->k_head + place * run->k_step;
+    T* const value = (T*)run->v + head * run->v_head + place * run->v_step;
+    std::memcpy(key, row<T>(s.k, head, index), s.key_dim * sizeof(T));
+    std::memcpy(value, row<T>(s.v, head, index), s.value_dim * sizeof(T));
   }
 }
 
@@ -55,34 +68,114 @@ template <class T> void finish(const float* from, int64_t dim, float factor, T* 
   for (int64_t i = 0; i < dim; ++i) to[i] = rounded(from[i] * factor, T{});
 }
 
-// See megakv_step.
-template <class T>
-void attend_step(const Step& s, const int64_t* bounds, const Run* runs, const uint8_t* stored, const int64_t* first,
-                 const int64_t* seen, float scale, const float* sinks, bool partial, int threads, void* out) {
-  const int64_t rows = s.sequences * s.heads;
-  std::vector<float> q(rows * s.key_dim), found(rows * s.value_dim), lse(rows);
-  for (int64_t sequence = 0; sequence < s.sequences; ++sequence) {
-    for (int64_t head = 0; head < s.heads; ++head)
-      widen(row<T>(s.q, head, sequence), s.key_dim, &q[(sequence * s.heads + head) * s.key_dim]);
-    if (stored[sequence]) append<T>(runs[bounds[sequence + 1] - 1], sequence, s);
+// What rows of queries found so far: [rows, heads, value_dim], and the log-sum-exp of each.
+struct Found {
+  std::vector<float> out, lse;
+
+  Found(const Step& s, int64_t rows)
+      : out(rows * s.heads * s.value_dim), lse(rows * s.heads, -std::numeric_limits<float>::infinity()) {}
+
+  // Merges what rows of heads from `first` on found with other keys.
+  void merge(int64_t first, const Found& other, int64_t dim) {
+    for (size_t row = 0; row < other.lse.size(); ++row) {
+      float& own = lse[first + row];
+      const float top = std::max(own, other.lse[row]), base = finite(top);
+      const float kept = std::exp(own - base), added = std::exp(other.lse[row] - base), total = kept + added;
+      if (!total) continue;
+      float* const to = &out[(first + row) * dim];
+      for (int64_t i = 0; i < dim; ++i) to[i] = (kept * to[i] + added * other.out[row * dim + i]) / total;
+      own = base + std::log(total);
+    }
   }
-  std::vector<Run> visible(runs, runs + bounds[s.sequences]);
-  if (seen)
-    for (int64_t i = 0; i < s.sequences; ++i)
-      skip<T>(&visible[bounds[i]], visible.data() + bounds[i + 1], seen[i] - first[i]);
+};
+
+// Sequences that have one row each: all of them at once.
+template <class T>
+void attend_singles(const Step& s, const Held& held, const std::vector<int64_t>& sequences, float scale, int threads,
+                    Found& found) {
+  const int64_t count = sequences.size(), width = s.heads * s.value_dim;
+  if (!count) return;
+  std::vector<float> q(count * s.heads * s.key_dim);
+  std::vector<Run> visible;
+  std::vector<int64_t> bounds{0};
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t sequence = sequences[i], index = held.begins[sequence];
+    for (int64_t head = 0; head < s.heads; ++head)
+      widen(row<T>(s.q, head, index), s.key_dim, &q[(i * s.heads + head) * s.key_dim]);
+    visible.insert(visible.end(), held.runs + held.bounds[sequence], held.runs + held.bounds[sequence + 1]);
+    bounds.push_back(visible.size());
+    if (held.seen)
+      skip<T>(visible.data() + bounds[i], visible.data() + bounds[i + 1], held.seen[index] - held.first[sequence]);
+  }
   const Shape shape{s.kv_heads, s.heads / s.kv_heads, (int)s.key_dim, (int)s.value_dim};
   const auto attend = [&](const float* query, const Run& run, Range heads, Range keys, State state) {
     attend_chunk<T>(query, run, shape, heads, keys, state);
   };
-  decode({q.data(), visible.data(), bounds, s.sequences}, shape, scale, threads, attend, found.data(), lse.data());
-  for (int64_t row = 0; row < rows; ++row) {
-    const float* own = &found[row * s.value_dim];
+  Found own(s, count);
+  decode({q.data(), visible.data(), bounds.data(), count}, shape, scale, threads, attend, own.out.data(), own.lse.data());
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t index = held.begins[sequences[i]];
+    std::copy_n(&own.out[i * width], width, &found.out[index * width]);
+    std::copy_n(&own.lse[i * s.heads], s.heads, &found.lse[index * s.heads]);
+  }
+}
+
+// The rows [begin, end) of one sequence, each of which sees its keys from `low` to before `high`.
+template <class T>
+void attend_several(const Step& s, const Held& held, int64_t sequence, int64_t begin, int64_t end,
+                    const std::vector<int64_t>& low, const std::vector<int64_t>& high, float scale, int threads,
+                    Found& found) {
+  const int64_t count = end - begin;
+  std::vector<int64_t> first(count), last(count);
+  int64_t passed = 0;
+  for (const Run* run = held.runs + held.bounds[sequence]; run < held.runs + held.bounds[sequence + 1]; ++run) {
+    for (int64_t i = 0; i < count; ++i) first[i] = low[i] - passed, last[i] = high[i] - passed;
+    passed += run->keys;
+    if (last.back() <= 0 || first.front() >= run->keys) continue;
+    many::Problem p{};
+    p.kv_heads = s.kv_heads, p.group = s.heads / s.kv_heads, p.rows = count, p.keys = run->keys;
+    p.key_dim = s.key_dim, p.value_dim = s.value_dim;
+    p.q_head = s.q.head, p.q_step = s.q.row;
+    p.k_head = run->k_head, p.k_step = run->k_step, p.v_head = run->v_head, p.v_step = run->v_step;
+    p.low = first.data(), p.high = last.data(), p.scale = scale;
+    Found own(s, count);
+    many::prefill<T, float>(p, row<T>(s.q, 0, begin), run->k, run->v, threads, own.out.data(), own.lse.data());
+    found.merge(begin * s.heads, own, s.value_dim);
+  }
+}
+
+// See megakv_step.
+template <class T>
+void attend_step(const Step& s, const Held& held, float scale, const float* sinks, bool partial, int threads, void* out) {
+  Found found(s, s.rows);
+  std::vector<int64_t> singles;
+  for (int64_t sequence = 0; sequence < held.sequences; ++sequence) {
+    const int64_t begin = held.begins[sequence], end = held.begins[sequence + 1], count = end - begin;
+    int64_t keys = 0, kept = 0;
+    for (int64_t i = held.bounds[sequence]; i < held.bounds[sequence + 1]; ++i) keys += held.runs[i].keys;
+    for (int64_t index = begin; index < end; ++index) kept += held.stored[index];
+    // What each row sees: those that this rank keeps lie last.
+    std::vector<int64_t> low(count), high(count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (held.stored[begin + i]) append<T>(held.runs + held.bounds[sequence + 1] - 1, --kept, begin + i, s);
+      low[i] = held.seen ? held.seen[begin + i] - held.first[sequence] : 0;
+      high[i] = keys - kept;
+    }
+    if (count == 1)
+      singles.push_back(sequence);
+    else if (count)
+      attend_several<T>(s, held, sequence, begin, end, low, high, scale, threads, found);
+  }
+  attend_singles<T>(s, held, singles, scale, threads, found);
+  for (int64_t row = 0; row < s.rows * s.heads; ++row) {
+    const float* own = &found.out[row * s.value_dim];
     if (partial) {
       float* to = (float*)out + row * (s.value_dim + 1);
       std::copy(own, own + s.value_dim, to);
-      to[s.value_dim] = lse[row];
+      to[s.value_dim] = found.lse[row];
     } else {
-      finish(own, s.value_dim, share(lse[row], sinks ? sinks + row % s.heads : nullptr), (T*)out + row * s.value_dim);
+      finish(own, s.value_dim, share(found.lse[row], sinks ? sinks + row % s.heads : nullptr),
+             (T*)out + row * s.value_dim);
     }
   }
 }

@@ -91,6 +91,11 @@ class Channel:
         )
         self.address = ctypes.addressof(self._channel)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether messages go through memory that ranks share."""
+        return self._first is not None
+
     def all_gather(self, send: Tensor, received: Tensor) -> None:
         """``[N, ...]`` of what all ranks send, contiguous and of one size, in their order.
 

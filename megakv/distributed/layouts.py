@@ -95,5 +95,7 @@ def round_robin(new: TokenBlock, size: int, held: IntArray | None = None) -> Lay
 
 
 def replicated(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
-    """Every rank computes every token; the KV is dealt out as by `round_robin`."""
-    return replace(round_robin(new, size, held), tokens=(new,) * size, replicated=True)
+    """Every rank computes every token; the KV is dealt out as by `round_robin`, of many tokens as by `balanced`."""
+    most = int(np.diff(new.bounds).max(initial=0))
+    spread = balanced if most >= 2 * size else round_robin
+    return replace(spread(new, size, held), tokens=(new,) * size, replicated=True)

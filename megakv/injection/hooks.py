@@ -61,6 +61,9 @@ class ForwardHooks:
             )
             planner.slices = self._slices.gains
         self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer)
+        runtime.few_rows = products.most_rows
+        if self._slices is not None and self._layers.meet_in_memory():
+            runtime.planner.sliced_rows = products.most_rows
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
@@ -192,7 +195,8 @@ class ForwardHooks:
         _, step.local = step.wanted_of(step.rank)
         index = upload(step.local if len(step.local) else np.zeros(1, dtype=np.int64), device)
         step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
-        if len(index) < len(sequence):
+        # Few tokens all go through the last layer: whether it is one call or many, ranks' messages are the same.
+        if len(index) < len(sequence) and step.token_step is None:
             self._last_layer.open()
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:

@@ -146,8 +146,9 @@ def activation(function: Any) -> int | None:
 
 def linears(layer: Any) -> list[Any]:
     """Those of a layer of the kind, in the order of `PROJECTIONS` and `FEED_FORWARD`."""
-    parts = ((layer.self_attn, PROJECTIONS), (layer.mlp, FEED_FORWARD))
-    return [getattr(module, name) for module, names in parts for name in names]
+    # By itself a module looks for a child in three places.
+    parts = ((layer._modules["self_attn"], PROJECTIONS), (layer._modules["mlp"], FEED_FORWARD))
+    return [module._modules[name] for module, names in parts for name in names]
 
 
 def is_known(layer: Any) -> bool:
@@ -209,11 +210,12 @@ def _fits(layer: Any) -> bool:
     norms = [layer.input_layernorm, layer.post_attention_layernorm]
     norms += [getattr(attention, name) for name in HEAD_NORMS if name in attention._modules]
     dim, dtype, hidden = attention.head_dim, norms[0].weight.dtype, norms[0].weight.shape[0]
-    q, k, v, o, gate, up, down = (linear.weight for linear in linears(layer))
+    own = linears(layer)
+    q, k, v, o, gate, up, down = (linear.weight for linear in own)
     shapes = [(q, None, hidden), (k, None, hidden), (v, len(k), hidden), (o, hidden, len(q)), (up, None, hidden)]
     shapes += [(gate, len(up), hidden), (down, hidden, len(up))]
     vectors = [(norm.weight, hidden) for norm in norms[:2]] + [(norm.weight, dim) for norm in norms[2:]]
-    vectors += [(linear.bias, len(linear.weight)) for linear in linears(layer) if linear.bias is not None]
+    vectors += [(linear.bias, len(linear.weight)) for linear in own if linear.bias is not None]
     return (
         dtype in TYPES
         and dim % 2 == 0

@@ -136,7 +136,7 @@ class TokenLayer:
         if step.slices not in self._calls:
             self._calls[step.slices] = self._call(slices=step.slices)
         call = self._calls[step.slices]
-        if call is None or one is None or step.pauses is not None or x.shape[-2] != one.batch:
+        if call is None or one is None or step.pauses is not None or x.shape[-2] != one.length:
             return None
         layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
         tables = list[RowTable]()
@@ -312,15 +312,18 @@ class TokenLayers:
                 self.layers.append(own)
 
     def begin(self, step: ForwardPass) -> None:
-        """A pass begins. Before the first one of single tokens in a call, layers are looked at.
+        """A pass begins. Before the first one of few tokens in a call, layers are looked at.
 
-        Passes over several caches are calls of their own: there it is the first after prompts. It is done again where
-        somebody has begun to listen, or has replaced what calls layers, at any time.
+        Passes over several caches are calls of their own: there it is done for prompts, and for the first pass behind
+        them. It is done again where somebody has begun to listen, or has replaced what calls layers, at any time.
         """
         if step.token_step is None:
             self._stale = True
             return
-        same = step.cache.outlives if step.generation is None else step.generation is self._generation()
+        if step.cache.outlives:
+            same = step.token_step.length == step.batch
+        else:
+            same = step.generation is self._generation()
         alike = self._state() == self._found and self._channels is self._comm.channels
         if self._stale or not same or not alike:
             self._look()
@@ -343,6 +346,14 @@ class TokenLayers:
     def known(self) -> bool:
         """Whether some layer was of the kind when it was looked at last."""
         return any(own.known for own in self.layers)
+
+    def meet_in_memory(self) -> bool:
+        """Whether context-parallel ranks compute all layers in such calls, in which they find each other's messages in
+        memory that they share. Collective.
+        """
+        channel, mesh = self._comm.channels.get("cp"), self._comm.mesh
+        own = channel is not None and channel.in_memory and mesh.tp_size == 1 and bool(self.layers)
+        return all(self._comm.gather_objects(own and all(is_known(own.layer) for own in self.layers)))
 
     def _state(self) -> list[Any]:
         """What may change within a call: hooks, but for the last layer's, which come and go with passes, and what is

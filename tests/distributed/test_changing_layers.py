@@ -7,6 +7,7 @@ import pytest
 
 from tests.distributed.launch import run_ranks
 
+NAMES = ("model", "elsewhere", "short", "sharded", "heard", "unheard", "short, heard", "question")
 SCRIPT = Path(__file__).parent / "ranks" / "changing_layers.py"
 
 
@@ -14,4 +15,4 @@ SCRIPT = Path(__file__).parent / "ranks" / "changing_layers.py"
 def test_what_one_rank_changes_keeps_no_other_waiting(mesh: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     run_ranks(SCRIPT, mesh, out, ranks=2, timeout=180).check()
-    assert json.loads(out.read_text()) == [dict.fromkeys(("model", "elsewhere", "heard", "unheard"), False)] * 2
+    assert json.loads(out.read_text()) == [dict.fromkeys(NAMES, False)] * 2

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.costmodel.context_parallel import Workload
+from tests.all_slices import all_slices
 
 
 def model() -> Any:
@@ -49,17 +52,30 @@ def main() -> None:
     cp, tp = (int(part) for part in sys.argv[1].split("x"))
     section = {"timeout_s": 60, "context_parallel": {"size": cp, "decode": "tensor"}}
     ids, options = torch.arange(3, 33)[None], {"max_new_tokens": 8, "do_sample": False}
-    with megakv.init_inference(
-        model(), {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
-    ) as engine:
+    with ExitStack() as stack:
+        stack.enter_context(all_slices(section))
+        engine = stack.enter_context(
+            megakv.init_inference(model(), {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section})
+        )
         plain, heard = engine.generate(ids, **options), list[int]()
         found = {"model": not torch.equal(plain, model().generate(ids, **options))}
         found["elsewhere"] = not torch.equal(last_logits(engine, moved=True), last_logits(engine, moved=False))
+        # Fewer tokens than that are computed as a step of decoding is.
+        short = model().generate(ids[:, :12], **options)
+        found["short"] = not torch.equal(engine.generate(ids[:, :12], **options), short)
+        in_memory = cp > 1 and engine._comm.channels["cp"].in_memory
+        decodes = engine._runtime.planner.decodes(Workload((12,), (0,), cp))
+        found["sharded"] = decodes != in_memory
         if engine.mesh.rank == 1:
             norm = engine.module.model.layers[1].post_attention_layernorm
             norm.register_forward_hook(lambda *_: heard.append(1))
         found["heard"] = not torch.equal(engine.generate(ids, **options), plain)
         found["unheard"] = len(heard) != (8 if engine.mesh.rank == 1 else 0)
+        found["short, heard"] = not torch.equal(engine.generate(ids[:, :12], **options), short)
+        question, session = torch.arange(40, 50)[None], engine.session()
+        session.generate(ids, **options)
+        whole = torch.cat((plain, question), 1)
+        found["question"] = not torch.equal(session.generate(question, **options), model().generate(whole, **options))
         every = engine._comm.gather_objects(found)
     if engine.mesh.rank == 0:
         Path(sys.argv[2]).write_text(json.dumps(every))

@@ -121,7 +121,7 @@ class Drawn:
             feed_forward_bias=self.weights.down.bias,
         )
         call = WholeLayersCall([WholeLayer(LayerCalls(kernel, self.own(rank)), ranks, self.scale)])
-        one = TokenStep(step, self.batch, stored, seen, None, Ledger().compute)
+        one = TokenStep(step, range(self.batch + 1), stored, seen, None, Ledger().compute)
         out, (moments,) = call(self.x, self.cos, self.sin, one, [table], window)
         return out, moments, [held[b] for b in stored]
 
@@ -180,7 +180,7 @@ def test_layers_in_one_call_are_those_of_a_call_each(dtype: torch.dtype) -> None
         drawn = [random_layer(dtype, torch.default_generator, activation=0, **sizes) for _ in range(count)]
         layers = [WholeLayer(LayerCalls(kernel, weights), LayerRanks(), dim**-0.5) for weights in drawn]
         x, cos, sin = (torch.randn(batch, size).to(dtype) for size in (hidden, dim, dim))
-        one = TokenStep(step, batch, range(batch), np.zeros, None, Ledger().compute)
+        one = TokenStep(step, range(batch + 1), range(batch), np.zeros, None, Ledger().compute)
         lengths = [between(1, 40) for _ in range(batch)]
         rows = [[torch.randn(2, kv_heads, length, dim).to(dtype) for length in lengths] for _ in layers]
         together, apart = ([[each.clone() for each in own] for own in rows] for _ in range(2))

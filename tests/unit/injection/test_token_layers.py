@@ -75,6 +75,37 @@ def test_tokens_are_transformers_own(calls: list[int], name: str) -> None:
     assert not any("forward" in vars(module) for module in engine.module.modules())
 
 
+@pytest.mark.parametrize("name", sorted(KNOWN))
+def test_prompts_and_candidates_of_few_tokens_are_one_call_too(calls: list[int], name: str) -> None:
+    """What is cached before them, or nothing; in a batch, with padding."""
+    model = model_of(name)
+    ids, layers = torch.randint(3, 100, (1, 9)).repeat(1, 3), len(model.model.layers)
+    mask = torch.ones(3, 5, dtype=torch.long)
+    mask[1, :3] = mask[2, :1] = 0
+    batch = torch.randint(3, 100, (3, 5))
+    expected, several = tokens(model, ids), tokens(model, ids[:, :14])
+    padded = model.generate(batch, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        assert tokens(engine, ids[:, :14]) == several
+        assert calls == [layers] * 12 * layers
+        calls.clear()
+        found = engine.generate(batch, attention_mask=mask, max_new_tokens=5, do_sample=False)
+        assert torch.equal(found, padded) and calls == [layers] * 5 * layers
+        if name != "llama_dynamic_rope":
+            calls.clear()
+            out = engine.generate(ids, max_new_tokens=12, do_sample=False, prompt_lookup_num_tokens=4)
+            assert out[0].tolist() == expected
+            # All but the prompt, of more tokens than that.
+            assert calls == [layers] * (engine.report().candidates.steps - 1) * layers
+        calls.clear()
+        session = engine.session()
+        first = session.generate(ids, max_new_tokens=3, do_sample=False)
+        turn = session.generate(ids[:, :11], max_new_tokens=5, do_sample=False)
+        assert calls == [layers] * (2 + 5) * layers
+    whole = torch.cat((first, ids[:, :11]), 1)
+    assert turn[0].tolist() == model.generate(whole, max_new_tokens=5, do_sample=False)[0].tolist()
+
+
 def test_somebody_s_hooks_within_a_layer_are_heard(calls: list[int]) -> None:
     ids, seen = torch.randint(3, 100, (1, 30)), []
     with megakv.init_inference(model_of("llama"), {"dtype": "fp32"}) as engine:
