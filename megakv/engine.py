@@ -94,7 +94,8 @@ class MegaKVEngine(InferenceEngine):
             owned.callback(self._offloader.close)
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache
         here = loaded.layer_weights is None
-        hooks = ForwardHooks(model, runtime, partial(new_cache, layers), slices=here)
+        in_memory = self._offloader is None
+        hooks = ForwardHooks(model, runtime, partial(new_cache, layers), slices=here, in_memory=in_memory)
         owned.callback(hooks.remove)
         self._limits = LengthLimits(model, config)
         comm.ledger.timeline = config.megakv.tracking.records_events

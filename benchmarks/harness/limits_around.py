@@ -1,5 +1,5 @@
 """Times of a token on one rank against plain transformers: of small layers, where nearly all is around the computation,
-and of a small model on a long context.
+and of a small model on a long context; there also of a short question's first token.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ SMOLLM2 = LlamaConfig(
     intermediate_size=1536, vocab_size=49152, max_position_embeddings=65536, tie_word_embeddings=True, **TOKENS,
 )  # fmt: skip
 CASES = SMALL_LAYERS, _ = "small layers", "SmolLM2's shape"
+QUESTIONS = 12, 48
+"""Tokens of a question behind the context."""
 PROMPT, STEPS = 64, 64
 LONG_STEPS = 8
 
@@ -59,24 +61,35 @@ class Stopwatch(BaseStreamer):
         """Seconds from each token to the next; the first of `times` is the prompt's."""
         return [later - earlier for earlier, later in pairwise(self.times[1:])]
 
+    def first(self) -> list[float]:
+        """Seconds to the first token."""
+        return [self.times[1] - self.times[0]]
+
 
 def measure(arguments: argparse.Namespace) -> Rows:
-    """A row for each case: seconds per token of each round, in which everything takes its turn."""
+    """A row for each case: seconds per token, or to the first, of each round, in which everything takes its turn."""
     rows = []
     with alone(), torch.no_grad():
         for dtype, case in product(arguments.dtypes, CASES):
             threads = 1 if case == SMALL_LAYERS else arguments.threads
             torch.set_num_threads(threads)
             with ExitStack() as owned:
-                generators = small(dtype, owned) if case == SMALL_LAYERS else long(dtype, arguments.context, owned)
-                seconds: dict[str, list[float]] = {name: [] for name in generators}
-                for index in tqdm(range(arguments.repeats + 1), desc=f"{case}, {dtype}"):
-                    for name, generate in generators.items():
-                        taken = median(generate(STEPS if case == SMALL_LAYERS else LONG_STEPS)).value
-                        if index:
-                            seconds[name].append(taken)
-            rows.append({"dtype": dtype, "case": case, "threads": threads, **seconds})
+                found = [(case, small(dtype, owned))] if case == SMALL_LAYERS else long(dtype, arguments.context, owned)
+                for name, generators in found:
+                    seconds = rounds(generators, STEPS if case == SMALL_LAYERS else LONG_STEPS, arguments.repeats, name)
+                    rows.append({"dtype": dtype, "case": name, "threads": threads, **seconds})
     return rows
+
+
+def rounds(generators: dict[str, Generate], steps: int, repeats: int, what: str) -> dict[str, list[float]]:
+    """Of every round but the first, each one's median."""
+    seconds: dict[str, list[float]] = {name: [] for name in generators}
+    for index in tqdm(range(repeats + 1), desc=what):
+        for name, generate in generators.items():
+            taken = median(generate(steps)).value
+            if index:
+                seconds[name].append(taken)
+    return seconds
 
 
 def small(dtype: str, owned: ExitStack) -> dict[str, Generate]:
@@ -90,32 +103,53 @@ def small(dtype: str, owned: ExitStack) -> dict[str, Generate]:
     }
 
 
-def long(dtype: str, context: int, owned: ExitStack) -> dict[str, Generate]:
-    """The same over a cache of random keys and values; transformers' copies all that it holds, or writes in place."""
+def long(dtype: str, context: int, owned: ExitStack) -> list[tuple[str, dict[str, Generate]]]:
+    """The same over a cache of random keys and values; transformers' copies all that it holds, or writes in place.
+
+    By case: tokens, and questions' first ones.
+    """
     model: PreTrainedModel = without_stop(drawn_model(SMOLLM2, DTYPES[dtype]))
-    ids = random_ids(SMOLLM2.vocab_size, context + 1, torch.device("cpu"))
+    every = random_ids(SMOLLM2.vocab_size, context + max(QUESTIONS), torch.device("cpu"))
     engine = owned.enter_context(megakv.init_inference(twin(model), {"dtype": dtype}))
     shard = sharded_cache(model, World(0, 1, torch.device("cpu")), batch=1, tokens=context)
-    in_place, copying = single_caches(model, batch=1, tokens=context, room=LONG_STEPS + 2)
+    in_place, copying = single_caches(model, batch=1, tokens=context, room=LONG_STEPS + 2 + max(QUESTIONS))
 
-    def own(steps: int) -> list[float]:
-        shard.cut_back(context)
-        return timed(lambda ids, **options: engine.generate_into(shard, ids, **options), ids, steps)
-
-    def plain(cache: Any) -> Generate:
+    def own(new: int) -> Generate:
         def generate(steps: int) -> list[float]:
-            cache.rewind()
-            return timed(model.generate, ids, steps, past_key_values=cache)
+            shard.cut_back(context)
+            return taken(lambda ids, **options: engine.generate_into(shard, ids, **options), new, steps)
 
         return generate
 
-    return {"seconds": own, "plain_seconds": plain(copying), "in_place_seconds": plain(in_place)}
+    def plain(cache: Any, new: int) -> Generate:
+        def generate(steps: int) -> list[float]:
+            cache.rewind()
+            return taken(model.generate, new, steps, past_key_values=cache)
+
+        return generate
+
+    def taken(generate: Callable[..., Any], new: int, steps: int, **options: Any) -> list[float]:
+        watch = watched(generate, every[:, : context + new], steps if new == 1 else 0, **options)
+        return watch.steps() if new == 1 else watch.first()
+
+    return [
+        (
+            CASES[1] if new == 1 else f"{CASES[1]}, a question of {new}",
+            {"seconds": own(new), "plain_seconds": plain(copying, new), "in_place_seconds": plain(in_place, new)},
+        )
+        for new in (1, *QUESTIONS)
+    ]
 
 
 def timed(generate: Callable[..., Any], ids: Tensor, steps: int, **options: Any) -> list[float]:
+    return watched(generate, ids, steps, **options).steps()
+
+
+def watched(generate: Callable[..., Any], ids: Tensor, steps: int, **options: Any) -> Stopwatch:
+    """So many steps behind the first token."""
     watch, mask = Stopwatch(), torch.ones_like(ids)
     generate(ids, attention_mask=mask, max_new_tokens=steps + 1, do_sample=False, streamer=watch, **options)
-    return watch.steps()
+    return watch
 
 
 def report(rows: Rows) -> tuple[Summary, list[Any]]:
@@ -132,7 +166,7 @@ def report(rows: Rows) -> tuple[Summary, list[Any]]:
     ]
     words = {
         "title": "A token on one rank",
-        "subtitle": "16 small layers, or a long context; median, 95% interval",
-        "y_label": "ms per token, less is better",
+        "subtitle": "16 small layers, or a long context, also a question's first token; median, 95% interval",
+        "y_label": "ms, less is better",
     }
     return summary, [groups("around", drawn, "case", "what", "ms", **words)]

@@ -35,11 +35,18 @@ class ForwardHooks:
     """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
     `slices` says whether context-parallel ranks may decode with slices of its weights, which are all there;
-    `length_dependent` whether the model's rotary frequencies follow the longest sequence of a pass.
+    `in_memory` whether caches lie in the device's memory alone; `length_dependent` whether the model's rotary
+    frequencies follow the longest sequence of a pass.
     """
 
     def __init__(
-        self, model: PreTrainedModel, runtime: Runtime, new_cache: Callable[[], ShardedCache], *, slices: bool = True
+        self,
+        model: PreTrainedModel,
+        runtime: Runtime,
+        new_cache: Callable[[], ShardedCache],
+        *,
+        slices: bool = True,
+        in_memory: bool = True,
     ):
         self._runtime = runtime
         self.new_cache = new_cache
@@ -61,9 +68,11 @@ class ForwardHooks:
             )
             planner.slices = self._slices.gains
         self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer)
-        runtime.few_rows = products.most_rows
-        if self._slices is not None and self._layers.meet_in_memory():
-            runtime.planner.sliced_rows = products.most_rows
+        if in_memory:
+            runtime.few_rows = products.most_rows
+            # A turn that may be compressed is not computed so.
+            if self._slices is not None and runtime.compressor is None and self._layers.meet_in_memory():
+                runtime.planner.sliced_rows = products.most_rows
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
