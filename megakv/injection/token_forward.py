@@ -1,0 +1,270 @@
+"""A decoder layer of the Llama kind in passes of few tokens on processors: one compiled call, or two around attention.
+
+Where each layer is one call, and the model does nothing between them, all of them are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight
+from megakv.attention.step import RowTable
+from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
+from megakv.distributed.comm import Over
+from megakv.forward_pass import ForwardPass
+from megakv.injection.interface import attend_of, described_mask, scoring_of
+from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
+from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
+from megakv.injection.linears import Products
+from megakv.runtime import Runtime
+from megakv.weights.tensor_parallel import RowParallelLinear
+
+EMBEDDINGS = "position_embeddings"
+
+
+OPERATIONS = {
+    "inputs": "linear_gather", "partial": "replicated", "outputs": "linear_sum", "feed_forward": "linear_sum",
+}  # fmt: skip
+"""What its messages are called, where a layer is one call."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How a layer is computed on this rank."""
+
+    calls: LayerCalls
+    gather: GatheredRows | None
+    """What makes all queries, keys and values of this rank's rows."""
+    projects: bool
+    """Whether the output projection is a call of its own, with a sum over ranks behind it."""
+    add: Callable[[Tensor, Tensor], Tensor] | None
+    """Adds what all ranks have of the feed-forward to the hidden states behind attention, from this rank's part of it;
+    None where that is all."""
+    whole: WholeLayer | None
+    """All of that in one call, for rows that are in this memory alone."""
+
+
+class TokenLayer:
+    """In the place of the `forward` of one decoder layer; what other passes take, or other layers, is as before."""
+
+    def __init__(
+        self, layer: Any, kernel: LayerKernel, products: Products, slices: LinearSlices | None, runtime: Runtime
+    ):
+        self.layer, self._kernel = layer, kernel
+        self._products, self._slices, self._runtime = products, slices, runtime
+        self.before = layer.forward
+        # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
+        # are kept by whether ranks have slices.
+        self._attention: Any = None
+        self._seen: Any = None
+        self._plans: dict[bool, _Plan] = {}
+        self.index = 0
+        """Layers that come before it."""
+        self.following: list[TokenLayer] = []
+        """Those that are computed with it where they can be, itself first."""
+        self._calls: dict[bool, WholeLayersCall | None] = {}
+
+    @property
+    def known(self) -> bool:
+        """Whether the layer is of the kind."""
+        return self._attention is not None
+
+    def look(self) -> None:
+        """See whether the layer is of the kind, and whether its weights are where they were."""
+        self.following, self._calls = [self], {}
+        if not is_known(self.layer):
+            self._attention, self._plans = None, {}
+            return
+        parameters, attention = list(self.layer.parameters()), self.layer.self_attn
+        norms = (getattr(module, "variance_epsilon", None) for module in self.layer.modules())
+        settings = [*norms, attention.head_dim, attention.scaling, self.layer.mlp.act_fn]
+        seen = [parameter.data_ptr() for parameter in parameters], settings, self._runtime.comm.channels
+        if self._attention is not attention or seen != self._seen:
+            self._attention, self._seen, self._plans = attention, seen, {}
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``[1, L, h]`` to the same."""
+        step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
+        if args or attention is None or step is None or step.token_step is None or step.recomputing:
+            return self.before(hidden_states, *args, **kwargs)
+        if step.ahead is not None and self.index in step.ahead[1]:
+            assert hidden_states is step.ahead[0], "something came between layers that were computed together"
+            return hidden_states
+        plan = self._plan(slices=step.slices)
+        if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, embeddings, step):
+            return self.before(hidden_states, *args, **kwargs)
+        calls, (cos, sin) = plan.calls, embeddings
+        window = described_mask(attention, kwargs.get("attention_mask")).window
+        if (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:
+            return out
+        found = calls.project(hidden_states, cos, sin, whole=plan.gather is None)
+        if plan.gather is not None:
+            found = plan.gather.gathered(found)
+            calls.rotate(found, cos, sin)
+        q, k, v = calls.heads(found)
+        scoring = scoring_of(attention.scaling, window, None)
+        attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None)
+        if plan.projects:
+            attended = attention.o_proj(attended.flatten(2))
+        middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
+        return out if plan.add is None else plan.add(middle, out)
+
+    def _plan(self, *, slices: bool) -> _Plan:
+        if (plan := self._plans.get(slices)) is None:
+            plan = self._plans[slices] = self._made(self._slices if slices else None)
+        return plan
+
+    def _at_once(self, step: ForwardPass, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor | None:
+        """The layer in one call, with those that follow; None, with nothing done, where rows lie elsewhere too, or a
+        pass comes between.
+        """
+        one, comm = step.token_step, self._runtime.comm
+        if step.slices not in self._calls:
+            self._calls[step.slices] = self._call(slices=step.slices)
+        call = self._calls[step.slices]
+        if call is None or one is None or step.pauses is not None or x.shape[-2] != one.length:
+            return None
+        layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
+        tables = list[RowTable]()
+        for layer, whole in zip(layers, call.layers, strict=True):
+            table = one.rows(step.cache.store(layer), whole.like, whole.like)
+            if table is None:
+                break
+            tables.append(table)
+        if not tables:
+            return None
+        begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
+        with comm.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
+            out, moments = call(x, cos, sin, one, tables, window)
+        step.ahead = out, range(self.index + 1, self.index + len(tables))
+        for layer, parts in zip(layers, moments, strict=False):
+            self._count(layer, begun, parts)
+            self._runtime.stepped(step, layer, window)
+        return out
+
+    def _call(self, *, slices: bool) -> WholeLayersCall | None:
+        """That of this layer and of as many of the following ones as it is for."""
+        found = list[WholeLayer]()
+        for own in self.following:
+            whole = own._plan(slices=slices).whole if own.known else None
+            if whole is None or not whole.few or not (found or [whole])[0].fits(whole):
+                break
+            found.append(whole)
+        return WholeLayersCall(found) if found else None
+
+    def _count(self, layer: int, begun: float, parts: list[Moment]) -> None:
+        ledger = self._runtime.comm.ledger
+        for part, sent, first, last in parts:
+            first, last = begun + first, begun + last
+            ledger.leave_dense(first)
+            if part in OPERATIONS:
+                ledger.sent(OPERATIONS[part], layer, sent)
+                ledger.transfer(OPERATIONS[part], layer, first, first, last)
+            else:
+                ledger.computed_since(first, part, layer, last)
+            ledger.enter_dense(last)
+
+    def _fits(self, calls: LayerCalls, x: Tensor, embeddings: tuple[Tensor, ...], step: ForwardPass) -> bool:
+        if type(x) is not Tensor or x.dtype != calls.dtype or not x.is_contiguous() or torch.is_grad_enabled():
+            return False
+        rows, dim = x.shape[-2], calls.weights.head_dim
+        if rows > self._products.most_rows or x.device.type != "cpu":
+            return False
+        # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.
+        key = "embeddings", id(embeddings), dim
+        return step.once(key, lambda: (embeddings, _are_known(embeddings, (1, rows, dim), x.dtype)))[1]
+
+    def _made(self, slices: LinearSlices | None) -> _Plan:
+        attention, feed_forward = self._attention, self.layer.mlp
+        fields = dict[str, Any]()
+        gather: GatheredRows | None = None
+        for name in (*PROJECTIONS, *FEED_FORWARD):
+            linear = getattr(attention if name in PROJECTIONS else feed_forward, name)
+            part = None if slices is None else slices.part(linear)
+            weight, bias = linear.weight, linear.bias
+            if isinstance(part, GatheredRows):
+                gather, own = part, part.own.get(id(linear))
+                weight, bias = (weight[:0], None) if own is None else own.views()
+            elif isinstance(part, KeptRows):
+                (own,) = part.own
+                weight, bias = own.views()
+            elif isinstance(part, SummedColumns):
+                weight, bias = part.own.views()
+            elif isinstance(linear, RowParallelLinear):
+                bias = None
+            # Whatever becomes of the parameter, this memory stays.
+            fields[name.removesuffix("_proj")] = Weight(weight.detach(), None if bias is None else bias.detach())
+        fields |= {name: _norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)}
+        dim = attention.head_dim
+        weights = LayerWeights(
+            heads=attention.q_proj.weight.shape[0] // dim,
+            kv_heads=attention.k_proj.weight.shape[0] // dim,
+            head_dim=dim,
+            activation=activation(feed_forward.act_fn) or 0,
+            input_norm=_norm(self.layer.input_layernorm),
+            output_norm=_norm(self.layer.post_attention_layernorm),
+            **fields,
+        )
+        calls, add = LayerCalls(self._kernel, weights), None
+        outputs = attention.o_proj, feed_forward.down_proj
+        o_part, down_part = (None if slices is None else slices.part(linear) for linear in outputs)
+        if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
+            add = functools.partial(self._added, calls, down_part)
+        projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
+        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part))
+
+    def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> WholeLayer | None:
+        """All of the layer in one call, given what ranks have of it; None where they have no channel for that.
+
+        Nor where linears are summed over tensor-parallel ranks alone, which is another way: of the ranks that meet in a
+        layer, some may compute it in one call and others not.
+        """
+        mesh, channels = self._runtime.comm.mesh, self._runtime.comm.channels
+        o, down = self._attention.o_proj, self.layer.mlp.down_proj
+        over: dict[str, Over | None] = {
+            "inputs": None if gather is None else "cp",
+            "partial": "cp" if mesh.cp_size > 1 else None,
+            "outputs": _summed_over(o, o_part),
+            "feed_forward": _summed_over(down, down_part),
+        }
+        if "tp" in over.values() or not all(group is None or group in channels for group in over.values()):
+            return None
+        ranks = LayerRanks(
+            **{name: None if group is None else channels[group] for name, group in over.items()},
+            widths=() if gather is None else gather.widths,
+            columns=(0, 0) if o_part is None else o_part.columns,
+            outputs_bias=None if o.bias is None else o.bias.detach(),
+            feed_forward_bias=None if down.bias is None else down.bias.detach(),
+        )
+        return WholeLayer(calls, ranks, self._attention.scaling)
+
+    def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
+        linear = self.layer.mlp.down_proj
+        if isinstance(part, SummedColumns):
+            return calls.add(middle, part.summands(own), linear.bias)
+        return calls.add(middle, linear.all_reduce(own)[None], linear.bias)
+
+
+def _are_known(embeddings: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether rotary embeddings are cosines and sines of such a shape and type."""
+    fits = (part.shape == shape and part.dtype == dtype and part.is_contiguous() for part in embeddings)
+    return len(embeddings) == 2 and all(fits)
+
+
+def _summed_over(linear: Any, part: Any) -> Over | None:
+    """The ranks over which outputs of a linear are summed, of which this one may have a part; None where it has all."""
+    if part is not None:
+        over: Over = part.over
+        return over
+    return "tp" if isinstance(linear, RowParallelLinear) else None
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight.detach(), module.variance_epsilon)
