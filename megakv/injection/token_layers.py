@@ -67,10 +67,12 @@ class TokenLayers:
         if step.token_step is None:
             self._stale = True
             return
-        if step.cache.outlives:
-            same = step.token_step.length == step.batch
-        else:
+        if step.generation is not None:
             same = step.generation is self._generation()
+        else:
+            # Single tokens behind others: where none are, they are prompts.
+            goes_on = step.token_step.length == step.batch and step.cache.pasts(step.batch).all()
+            same = step.cache.outlives and bool(goes_on)
         alike = self._state() == self._found and self._channels is self._comm.channels
         if self._stale or not same or not alike:
             self._look()

@@ -301,6 +301,36 @@ def test_other_weights_are_taken(calls: list[int]) -> None:
     assert found == tokens(plain, ids)
 
 
+def replaced(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.weight = nn.Parameter(-2 * layer.self_attn.q_proj.weight.detach())
+        layer.mlp.up_proj = Grown(layer.mlp.up_proj)
+
+
+@pytest.mark.parametrize("before", ["forward", "generate", "extend"])
+@pytest.mark.parametrize("length", [1, 2, 10])
+def test_weights_that_are_replaced_between_prompts_of_few_tokens_count(
+    calls: list[int], before: str, length: int
+) -> None:
+    """In whatever way the model is called."""
+    ids, model = torch.randint(3, 100, (1, length)), model_of("llama")
+    with torch.no_grad(), megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"}) as engine:
+        match before:
+            case "forward":
+                engine.module(ids)
+            case "generate":
+                tokens(engine, ids)
+            case "extend":
+                engine.extend([engine.new_cache()], [ids[0]])
+        assert calls
+        for each in (engine.module, model):
+            replaced(each)
+        expected = model(ids).logits
+        torch.testing.assert_close(engine.module(ids).logits, expected, rtol=1e-3, atol=1e-4)
+        extended = engine.extend([engine.new_cache()], [ids[0]])
+        torch.testing.assert_close(extended, expected[:, -1], rtol=1e-3, atol=1e-4)
+
+
 def test_a_forward_of_somebody_s_own_is_run(calls: list[int]) -> None:
     model = model_of("llama")
     own = model.model.layers[0].mlp
