@@ -228,10 +228,10 @@ class MegaKVEngine(InferenceEngine):
         return self._offloader is None and self._config.megakv.fairkv.mapping is None
 
     @property
-    def mixes(self) -> bool:
-        """Whether a pass of prompts and single tokens takes less than one of each, by what was computed last."""
+    def most_mixed(self) -> float:
+        """Tokens up to which a pass of prompts and single ones takes less than one of each, by the last layers."""
         assert self._hooks is not None
-        return self._hooks.mixes
+        return self._hooks.most_mixed
 
     @property
     def gives_spans(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -77,9 +78,14 @@ class ForwardHooks:
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
     @property
-    def mixes(self) -> bool:
-        """Whether a pass of prompts and single tokens takes less than one of each: not where layers are one call."""
-        return not self._layers.known
+    def most_mixed(self) -> float:
+        """Tokens up to which a pass of prompts and single ones takes less than one of each.
+
+        Where layers are one call for single tokens, those that it computes of prompts.
+        """
+        if not self._layers.known:
+            return math.inf
+        return self._runtime.few_rows if self._runtime.comm.mesh.cp_size == 1 else self._runtime.planner.sliced_rows
 
     def remove(self) -> None:
         """Take the hooks off the model."""

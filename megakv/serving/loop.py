@@ -210,7 +210,7 @@ class ServingLoop:
             return
         self._times.add(PassSize(sequences=1, context=len(prompt)), seconds[-1])
         tree, layers = self._tree(), len(cache)
-        scheduler = Scheduler(self._settings, self._times, layers, mixes=self._engine.mixes)
+        scheduler = Scheduler(self._settings, self._times, layers, most_mixed=self._engine.most_mixed)
         with self._changing:
             self._leader = Leader(
                 self._settings,

@@ -4,7 +4,7 @@ Those of higher priority are admitted first, and among equals users take turns. 
 read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
 short ones take longer in all: such a pass pauses in its layers, where streams have their tokens, and newcomers their
 first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
-many of them as that takes. Where a pass of both takes longer than one of each, prompts and streams never share one.
+many of them as that takes. Prompts and streams do not share a pass that takes longer than one of each.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ class Choice:
 class Scheduler:
     """How large the next pass is, for the settings, the layers of the model, and the times of passes so far.
 
-    `mixes` says whether a pass may have prompts and streams.
+    `most_mixed` are the tokens that a pass of prompts and streams has at most.
     """
 
-    def __init__(self, settings: ServingSettings, times: PassTimes, layers: int = 1, *, mixes: bool = True):
-        self._settings, self._times, self._layers, self._mixes = settings, times, layers, mixes
+    def __init__(self, settings: ServingSettings, times: PassTimes, layers: int = 1, *, most_mixed: float = math.inf):
+        self._settings, self._times, self._layers, self._most_mixed = settings, times, layers, most_mixed
         # Seconds that decoding is behind its share.
         self._owed = 0.0
         # Of passes that pause: how far to the next one, by how much the latest ones exceeded what was predicted, and
@@ -213,7 +213,7 @@ class Scheduler:
         if reads:
             self._read = True
             chunks = self._chunks(readers, turns(readers), decoding, self._gap)
-            if decoding.sequences and not self._mixes:
+            if decoding.sequences and not self._mixes(chunks, decoding):
                 # Their tokens come behind it.
                 self._decoded, self._waits = False, True
                 return Choice(chunks, decodes=False)
@@ -222,8 +222,11 @@ class Scheduler:
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""
-        self._due = self._waits = decoding.sequences > 0 and not self._mixes
+        self._due = self._waits = decoding.sequences > 0 and not self._mixes(chunks, decoding)
         return Choice(chunks, decodes=not self._due)
+
+    def _mixes(self, chunks: Sequence[int], decoding: PassSize) -> bool:
+        return sum(chunks) + decoding.sequences <= self._most_mixed
 
     def chunk(self, reader: Reader, *, others: bool) -> int:
         """How much of its prompt one reads in a pass of its own: within a gap, if there are `others`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,12 +81,12 @@ class Simulation:
         machine: Machine | None = None,
         disk: int = 0,
         copies: int | None = None,
-        mixes: bool = True,
+        most_mixed: float = math.inf,
     ):
         self.now = 0.0
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
-        scheduler = Scheduler(settings, PassTimes(), LAYERS, mixes=mixes)
+        scheduler = Scheduler(settings, PassTimes(), LAYERS, most_mixed=most_mixed)
         capacity = settings.kv_tokens or 1 << 40
         self._room, self._copies = capacity, copies
         space: dict[str, Any] = {"capacity": capacity, "copies": copies, "joins": copies is None}
