@@ -59,7 +59,6 @@ class TokenLayer:
     ):
         self.layer, self._kernel = layer, kernel
         self._products, self._slices, self._runtime = products, slices, runtime
-        self.before = layer.forward
         # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
         # are kept by whether ranks have slices.
         self._attention: Any = None
@@ -93,13 +92,13 @@ class TokenLayer:
         """``[1, L, h]`` to the same."""
         step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
         if args or attention is None or step is None or step.token_step is None or step.recomputing:
-            return self.before(hidden_states, *args, **kwargs)
+            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         if step.ahead is not None and self.index in step.ahead[1]:
             assert hidden_states is step.ahead[0], "something came between layers that were computed together"
             return hidden_states
         plan = self._plan(slices=step.slices)
         if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, embeddings, step):
-            return self.before(hidden_states, *args, **kwargs)
+            return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
         if (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:

@@ -112,7 +112,7 @@ class TokenLayers:
         found: list[Any] = [number for number in chain.from_iterable(self._hooks) if number not in own_hooks]
         for own in self.layers:
             layer, attention = vars(own.layer), own.layer._modules.get("self_attn")
-            found += (layer.get("forward"), layer.get("_compiled_call_impl"))
+            found += (layer.get("forward"), layer.get("_compiled_call_impl"), type(own.layer), type(attention))
             found += (id(attention), None if attention is None else vars(attention).get("scaling"))
         held = decoder._modules.get("layers")
         if held is not None:

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM, LogitsProcessor
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 import megakv
 from tests.families import FAMILIES
@@ -117,6 +117,27 @@ def compiled(model: Any) -> None:
     layer._compiled_call_impl = lambda *arguments, **options: 2 * layer._call_impl(*arguments, **options)
 
 
+class Twice(LlamaDecoderLayer):
+    """The same layer, by somebody else's code."""
+
+    def forward(self, *arguments: Any, **options: Any) -> Tensor:
+        return 2 * super().forward(*arguments, **options)
+
+
+class Louder(LlamaAttention):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        out, *others = super().forward(*arguments, **options)
+        return 3 * out, *others
+
+
+def other_class(model: Any) -> None:
+    model.model.layers[1].__class__ = Twice
+
+
+def other_attention(model: Any) -> None:
+    model.model.layers[1].self_attn.__class__ = Louder
+
+
 def heard_everywhere(model: Any) -> None:
     layer = model.model.layers[1]
     model.handle = register_module_forward_hook(lambda module, _inputs, out: 2 * out if module is layer else None)
@@ -137,7 +158,7 @@ class At(LogitsProcessor):
 
 AT_ANY_TIME = (
     around_forward, no_forward, other_scale, other_order, fewer_layers, pruned, around_layer, left_out, compiled,
-    heard_everywhere,
+    heard_everywhere, other_class, other_attention,
 )  # fmt: skip
 
 
