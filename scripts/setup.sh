@@ -190,6 +190,14 @@ ShareMemCommBuilder().load()' >>"$megakv_venv/setup.log" 2>&1 && return
     return 1
 }
 
+# MegaKV's own kernels, too. Where one cannot be had the first start of ranks says why, and goes on without.
+megakv_build_kernels() {
+    "$megakv_venv/bin/python" -c '
+from megakv.library import SOURCES, library
+for source in sorted(SOURCES.glob("*.cpp")):
+    library(source.stem)' >>"$megakv_venv/setup.log" 2>&1 || true
+}
+
 megakv_build() {
     local python present packages deepspeed constraints=$megakv_root/constraints.txt start=$SECONDS
     python=$(megakv_find_python) || return 1
@@ -225,6 +233,7 @@ megakv_build() {
     [ -z "$present" ] || megakv_adopt_commands || return 1
     export PATH=$megakv_venv/bin:$PATH TORCH_EXTENSIONS_DIR=$megakv_venv/torch_extensions
     megakv_compile "$packages" &
+    megakv_build_kernels &
     megakv_has_gpu || megakv_build_op || return 1
     wait
     megakv_stamp >"$megakv_venv/stamp.new" && mv "$megakv_venv/stamp.new" "$megakv_venv/stamp"
