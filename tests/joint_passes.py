@@ -69,23 +69,23 @@ class Interleaving:
 
     def _pauses(self, rows: list[Row]) -> Pauses | None:
         """Often, of a pass over those rows, some in which passes over others run."""
-        if self.random.random() < 0.4:
+        # Of its own: where the pass fails, some ranks may hear of it before its last pause, and others behind it.
+        random = np.random.default_rng(int(self.random.integers(2**31)))
+        if random.random() < 0.4:
             return None
 
         def run(stop: int, moments: list[float]) -> int:
             others = [row for row in self.rows if row.left and row.cache is not None and row not in rows]
-            self.random.shuffle(others)
-            if others and self.random.random() < 0.8:
-                few = others[: int(self.random.integers(1, 3))]
-                counts = [
-                    min(row.left, 1 if self.random.random() < 0.6 else int(self.random.integers(1, 9))) for row in few
-                ]
+            random.shuffle(others)
+            if others and random.random() < 0.8:
+                few = others[: int(random.integers(1, 3))]
+                counts = [min(row.left, 1 if random.random() < 0.6 else int(random.integers(1, 9))) for row in few]
                 self._extend(few, counts)
                 self.within += 1
             assert len(moments) > 0
-            return stop + int(self.random.integers(1, 5))
+            return stop + int(random.integers(1, 5))
 
-        return Pauses(int(self.random.integers(0, 4)), run)
+        return Pauses(int(random.integers(0, 4)), run)
 
     def _begin(self, row: Row) -> None:
         """With what another sequence has read, if it begins alike."""
