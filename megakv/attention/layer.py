@@ -96,14 +96,19 @@ class LayerKernel:
         self.project, self.rotate = library.megakv_project, library.megakv_rotate
         self.feed_forward, self.add = library.megakv_feed_forward, library.megakv_add
         self.token_layers = library.megakv_token_layers
+        self.normed, self.gated = library.megakv_normed, library.megakv_gated
         self.project.argtypes = [pointer, whole, pointer, pointer, pointer, number, pointer]
-        self.rotate.argtypes = [pointer, whole, pointer, pointer, pointer]
+        self.rotate.argtypes = [pointer, whole, pointer, pointer, number, pointer]
         self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
         self.add.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer]
         self.token_layers.argtypes = [
             pointer, pointer, whole, whole, pointer, pointer, pointer, number, pointer, pointer,
         ]  # fmt: skip
-        for call in (self.project, self.rotate, self.feed_forward, self.add, self.token_layers):
+        self.normed.argtypes = [pointer, number, whole, pointer, pointer, number, number, pointer, pointer]
+        self.gated.argtypes = [pointer, whole, whole, pointer, pointer, number, number]
+        for call in (
+            self.project, self.rotate, self.feed_forward, self.add, self.token_layers, self.normed, self.gated,
+        ):  # fmt: skip
             call.restype = number
 
 
@@ -114,7 +119,7 @@ class LayerCalls:
         self.kernel, self.weights = kernel, weights
         one = weights.input_norm.weight
         self.dtype, self.hidden = one.dtype, len(one)
-        self._widths = [weights.heads * weights.head_dim, *(2 * [weights.kv_heads * weights.head_dim])]
+        self.widths = [weights.heads * weights.head_dim, *(2 * [weights.kv_heads * weights.head_dim])]
         layer = _Layer(TYPES[one.dtype], len(one), *(getattr(weights, name) for name in _Layer.COUNTS[2:]))
         for name in _Layer.NORMS:
             if (norm := getattr(weights, name)) is not None:
@@ -127,7 +132,7 @@ class LayerCalls:
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, whole: bool) -> Tensor:
         """``[L, q + k + v]`` of hidden states ``[..., L, h]``; rotated by ``[..., L, D]`` where all heads are here."""
         rows, weights = x.numel() // self.hidden, self.weights
-        width = sum(self._widths) if whole else sum(len(part.weight) for part in (weights.q, weights.k, weights.v))
+        width = sum(self.widths) if whole else sum(len(part.weight) for part in (weights.q, weights.k, weights.v))
         out = x.new_empty((rows, width))
         angles = (cos.data_ptr(), sin.data_ptr()) if whole else (None, None)
         threads = torch.get_num_threads()
@@ -136,13 +141,14 @@ class LayerCalls:
 
     def rotate(self, out: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Queries and keys ``[L, q + k + v]`` that came from several ranks, in place."""
-        self._check(self.kernel.rotate(self.address, len(out), cos.data_ptr(), sin.data_ptr(), out.data_ptr()))
+        angles, threads = (cos.data_ptr(), sin.data_ptr()), torch.get_num_threads()
+        self._check(self.kernel.rotate(self.address, len(out), *angles, threads, out.data_ptr()))
 
     def heads(self, out: Tensor) -> list[Tensor]:
         """``[1, H, L, D]`` of queries, and ``[1, K, L, D]`` of keys and values: views of them."""
         dim, (rows, width) = self.weights.head_dim, out.shape
         first, found = 0, []
-        for own in self._widths:
+        for own in self.widths:
             found.append(out.as_strided((1, own // dim, rows, dim), (rows * width, dim, width, 1), first))
             first += own
         return found
@@ -168,6 +174,27 @@ class LayerCalls:
         )
         self._check(failed)
         return out
+
+    def normed(self, x: Tensor, added: Tensor | None, dtype: torch.dtype, *, behind: bool) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[L, h]`` with what is `added` to them, if anything is, and their norm, the first or the one
+        `behind` attention: in that type, which is the layer's or float32, as `added` is.
+        """
+        middle = x if added is None else torch.empty_like(x)
+        out = x.new_empty(x.shape, dtype=dtype)
+        summand = None if added is None else added.data_ptr()
+        failed = self.kernel.normed(
+            self.address, behind, len(x), x.data_ptr(), summand, dtype != self.dtype, torch.get_num_threads(),
+            middle.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        self._check(failed)
+        return middle, out
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """``[L, f]`` activations of `gate`, in its place, times `up`: of the layer's type, or float32."""
+        rows, width = gate.shape
+        sizes, wide, threads = (rows, width), gate.dtype != self.dtype, torch.get_num_threads()
+        self._check(self.kernel.gated(self.address, *sizes, gate.data_ptr(), up.data_ptr(), wide, threads))
+        return gate
 
     @staticmethod
     def _check(failed: int) -> None:

@@ -67,7 +67,7 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
     project_together(layer, ranks, rows, x, threads, columns, packed.data(), moments);
   else
     project(layer, rows, x, threads, packed.data());
-  rotate_all(layer, rows, cos, sin, packed.data());
+  rotate_all(layer, rows, cos, sin, threads, packed.data());
 
   const auto heads = [&](int64_t first) { return Heads{&packed[first], dim, columns}; };
   const Step step{rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width), heads(width + layer.kv_heads * dim)};
@@ -148,15 +148,16 @@ extern "C" int megakv_project(const Layer* layer, int64_t rows, const void* x, c
   return typed(layer->type, [&](auto like) {
     typedef decltype(like) T;
     project(*layer, rows, (const T*)x, threads, (T*)out);
-    if (cos) rotate_all(*layer, rows, (const T*)cos, (const T*)sin, (T*)out);
+    if (cos) rotate_all(*layer, rows, (const T*)cos, (const T*)sin, threads, (T*)out);
   });
 }
 
 // Norms and rotary embeddings of all heads, in place.
-extern "C" int megakv_rotate(const Layer* layer, int64_t rows, const void* cos, const void* sin, void* out) {
+extern "C" int megakv_rotate(const Layer* layer, int64_t rows, const void* cos, const void* sin, int threads,
+                             void* out) {
   return typed(layer->type, [&](auto like) {
     typedef decltype(like) T;
-    rotate_all(*layer, rows, (const T*)cos, (const T*)sin, (T*)out);
+    rotate_all(*layer, rows, (const T*)cos, (const T*)sin, threads, (T*)out);
   });
 }
 
@@ -177,5 +178,28 @@ extern "C" int megakv_add(const Layer* layer, int64_t rows, const void* middle, 
   return typed(layer->type, [&](auto like) {
     typedef decltype(like) T;
     add_parts(*layer, rows, (const T*)parts, ranks, bias, (const T*)middle, (T*)out);
+  });
+}
+
+// out [rows, hidden] = the layer's first norm, or the one `behind` attention, of hidden states x [rows, hidden]; with
+// `added` [rows, hidden] where that is given, whose sum is `middle`. `out` and `added` are float32 if they are `wide`, else
+// of the layer's type.
+extern "C" int megakv_normed(const Layer* layer, int behind, int64_t rows, const void* x, const void* added, int wide,
+                             int threads, void* middle, void* out) {
+  return typed(layer->type, [&](auto like) {
+    typedef decltype(like) T;
+    if (wide)
+      normed(*layer, behind, rows, (const T*)x, (const float*)added, threads, (T*)middle, (float*)out);
+    else
+      normed(*layer, behind, rows, (const T*)x, (const T*)added, threads, (T*)middle, (T*)out);
+  });
+}
+
+// gate [rows, width] becomes act(gate) * up, of float32 if they are `wide`, else of the layer's type.
+extern "C" int megakv_gated(const Layer* layer, int64_t rows, int64_t width, void* gate, const void* up, int wide,
+                            int threads) {
+  return typed(wide ? 0 : layer->type, [&](auto like) {
+    typedef decltype(like) P;
+    gated_rows(*layer, rows, width, (P*)gate, (const P*)up, threads);
   });
 }

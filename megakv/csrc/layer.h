@@ -1,5 +1,5 @@
-// What a decoder layer of the Llama kind does around its attention, for a few rows on processors. Every step is rounded as
-// where PyTorch computes it by itself.
+// What a decoder layer of the Llama kind does around its attention, for a few rows on processors, and between
+// products of many. Every step is rounded as where PyTorch computes it by itself.
 
 #pragma once
 
@@ -62,13 +62,17 @@ void rotate(T* heads, int64_t count, int64_t dim, const void* norm, float eps, c
   }
 }
 
-template <class T> void rotate_all(const Layer& layer, int64_t rows, const T* cos, const T* sin, T* out) {
+template <class T>
+void rotate_all(const Layer& layer, int64_t rows, const T* cos, const T* sin, int threads, T* out) {
   const int64_t dim = layer.head_dim, step = (layer.heads + 2 * layer.kv_heads) * dim;
-  std::vector<float> own(2 * dim + LANES);
-  for (int64_t row = 0; row < rows; ++row, out += step, cos += dim, sin += dim) {
-    rotate(out, layer.heads, dim, layer.q_norm, layer.q_eps, cos, sin, own.data());
-    rotate(out + layer.heads * dim, layer.kv_heads, dim, layer.k_norm, layer.k_eps, cos, sin, own.data());
-  }
+  divide(rows, rows * step, threads, 2 * dim + LANES, [&](int64_t first, int64_t last, float* own) {
+    for (int64_t row = first; row < last; ++row) {
+      T* const heads = out + row * step;
+      rotate(heads, layer.heads, dim, layer.q_norm, layer.q_eps, cos + row * dim, sin + row * dim, own);
+      rotate(heads + layer.heads * dim, layer.kv_heads, dim, layer.k_norm, layer.k_eps, cos + row * dim, sin + row * dim,
+             own);
+    }
+  });
 }
 
 inline Floats activated(Floats x, int64_t kind) {
@@ -90,6 +94,39 @@ template <class T> void gated(const T* gate, const T* up, int64_t begin, int64_t
   each_vector(begin, end, [&](int64_t d, int64_t count) {
     const Floats found = kept<T>(kept<T>(activated(some(gate + d, count), kind)) * some(up + d, count));
     std::memcpy(to + d, &found, count * sizeof(float));
+  });
+}
+
+// See megakv_normed.
+template <class T, class P>
+void normed(const Layer& layer, bool behind, int64_t rows, const T* x, const P* added, int threads, T* middle, P* out) {
+  const int64_t hidden = layer.hidden;
+  const T* const weight = (const T*)(behind ? layer.output_norm : layer.input_norm);
+  const float eps = behind ? layer.output_eps : layer.input_eps;
+  divide(rows, rows * hidden, threads, hidden, [&](int64_t first, int64_t last, float* own) {
+    for (int64_t row = first * hidden; row < last * hidden; row += hidden) {
+      each_vector(0, hidden, [&](int64_t d, int64_t count) {
+        Floats found = some(x + row + d, count);
+        if (added) {
+          found = kept<T>(found + some(added + row + d, count));
+          store_rounded(middle + row + d, found, count);
+        }
+        store_rounded(own + d, found, count);
+      });
+      normalise(own, hidden, weight, eps);
+      each_vector(0, hidden, [&](int64_t d, int64_t count) { store_rounded(out + row + d, some(own + d, count), count); });
+    }
+  });
+}
+
+// See megakv_gated.
+template <class P>
+void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const P* up, int threads) {
+  divide(rows, rows * width, threads, width, [&](int64_t first, int64_t last, float* own) {
+    for (int64_t row = first * width; row < last * width; row += width) {
+      gated(gate + row, up + row, 0, width, layer.activation, own);
+      each_vector(0, width, [&](int64_t d, int64_t count) { store_rounded(gate + row + d, some(own + d, count), count); });
+    }
   });
 }
 

@@ -1,6 +1,6 @@
-"""A decoder layer of the Llama kind in passes of few tokens on processors: one compiled call, or two around attention.
+"""A decoder layer of the Llama kind on processors, by compiled calls: of few tokens one, or two around attention.
 
-Where each layer is one call, and the model does nothing between them, all of them are.
+Where each layer is one call, and the model does nothing between them, all of them are. Prompts are `PromptLayer`'s.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from megakv.forward_pass import ForwardPass
 from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
-from megakv.injection.linears import Products
+from megakv.injection.linears import Products, autocast
+from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
 from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import RowParallelLinear
 
@@ -49,15 +50,23 @@ class _Plan:
     None where that is all."""
     whole: WholeLayer | None
     """All of that in one call, for rows that are in this memory alone."""
+    prompt: PromptLayer
+    """The same for many rows, of which ranks have no slices."""
 
 
 class TokenLayer:
-    """In the place of the `forward` of one decoder layer; what other passes take, or other layers, is as before."""
+    """In the place of the `forward` of one decoder layer; what layers of other kinds compute is as before."""
 
     def __init__(
-        self, layer: Any, kernel: LayerKernel, products: Products, slices: LinearSlices | None, runtime: Runtime
+        self,
+        layer: Any,
+        kernel: LayerKernel,
+        products: Products,
+        slices: LinearSlices | None,
+        runtime: Runtime,
+        blocks: Blocks,
     ):
-        self.layer, self._kernel = layer, kernel
+        self.layer, self._kernel, self._blocks = layer, kernel, blocks
         self._products, self._slices, self._runtime = products, slices, runtime
         # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
         # are kept by whether ranks have slices.
@@ -91,14 +100,16 @@ class TokenLayer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
         step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
-        if args or attention is None or step is None or step.token_step is None or step.recomputing:
+        if args or attention is None or step is None or step.recomputing or not isinstance(embeddings, tuple):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         if step.ahead is not None and self.index in step.ahead[1]:
             assert hidden_states is step.ahead[0], "something came between layers that were computed together"
             return hidden_states
         plan = self._plan(slices=step.slices)
-        if not isinstance(embeddings, tuple) or not self._fits(plan.calls, hidden_states, embeddings, step):
+        if not self._fits(plan.calls, hidden_states, embeddings, step):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
+        if step.token_step is None:
+            return self._prompt(step, plan, hidden_states, embeddings, kwargs.get("attention_mask"))
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
         if (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:
@@ -114,6 +125,21 @@ class TokenLayer:
             attended = attention.o_proj(attended.flatten(2))
         middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
         return out if plan.add is None else plan.add(middle, out)
+
+    def _prompt(self, step: ForwardPass, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], mask: Any) -> Tensor:
+        """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
+        attention, last, (cos, sin) = self._attention, step.last, embeddings
+        narrow = attention.layer_idx == self._runtime.last_layer and last is not None and len(last.rows) < last.length
+        wanted = last.rows if narrow and last is not None else None
+        found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
+        scoring = scoring_of(attention.scaling, described_mask(attention, mask).window, None)
+        q, k, v = plan.calls.heads(found)
+        attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None).flatten(2)
+        sums = _sum(attention.o_proj), _sum(self.layer.mlp.down_proj)
+        if wanted is None:
+            return plan.prompt.outputs(x, attended, sums)
+        some = plan.prompt.outputs(x[:, wanted], attended[:, wanted], sums)
+        return torch.zeros_like(x).index_copy_(1, wanted, some)
 
     def _plan(self, *, slices: bool) -> _Plan:
         if (plan := self._plans.get(slices)) is None:
@@ -171,10 +197,18 @@ class TokenLayer:
             ledger.enter_dense(last)
 
     def _fits(self, calls: LayerCalls, x: Tensor, embeddings: tuple[Tensor, ...], step: ForwardPass) -> bool:
-        if type(x) is not Tensor or x.dtype != calls.dtype or not x.is_contiguous() or torch.is_grad_enabled():
+        if (
+            type(x) is not Tensor
+            or x.dtype != calls.dtype
+            or not x.is_contiguous()
+            or torch.is_grad_enabled()
+            or autocast(x)
+        ):
             return False
         rows, dim = x.shape[-2], calls.weights.head_dim
-        if rows > self._products.most_rows or x.device.type != "cpu":
+        prompt = step.token_step is None
+        other = rows < self._blocks.least_rows or step.slices if prompt else rows > self._products.most_rows
+        if other or x.device.type != "cpu":
             return False
         # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.
         key = "embeddings", id(embeddings), dim
@@ -217,7 +251,8 @@ class TokenLayer:
         if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
             add = functools.partial(self._added, calls, down_part)
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
-        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part))
+        prompt = PromptLayer(calls, self._blocks, widens=self._products.widens)
+        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part), prompt)
 
     def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> WholeLayer | None:
         """All of the layer in one call, given what ranks have of it; None where they have no channel for that.
@@ -263,6 +298,14 @@ def _summed_over(linear: Any, part: Any) -> Over | None:
         over: Over = part.over
         return over
     return "tp" if isinstance(linear, RowParallelLinear) else None
+
+
+def _sum(linear: Any) -> Sum | None:
+    """That of a linear which is spread over tensor-parallel ranks."""
+    if not isinstance(linear, RowParallelLinear):
+        return None
+    every: Any = linear
+    return every.all_reduce if linear.bias is None else lambda parts: every.all_reduce(parts) + every.bias
 
 
 def _norm(module: Any) -> Norm:

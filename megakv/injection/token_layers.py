@@ -1,7 +1,7 @@
-"""Which decoder layers are computed by compiled calls in passes of few tokens, and when that is looked at.
+"""Which decoder layers are computed by compiled calls, and when that is looked at.
 
-All other layers and passes are as they were. Whether a layer is of the kind is looked at when a call begins with few
-tokens.
+All other layers are as they were. Whether a layer is of the kind is looked at when a call begins with few tokens, and
+for every prompt.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.layer_kind import calls_in_turn, is_known
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import Products, layers_of
+from megakv.injection.prompt_layer import Blocks
 from megakv.injection.token_forward import TokenLayer
 from megakv.runtime import Runtime
 
@@ -37,6 +38,7 @@ class TokenLayers:
     ):
         self._comm, self._last_layer, self._decoder = runtime.comm, last_layer, model.get_decoder()
         comm = runtime.comm
+        self._blocks = Blocks()
         self.layers: list[TokenLayer] = []
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
         self._generation: Callable[[], Generation | None] = lambda: None
@@ -54,17 +56,19 @@ class TokenLayers:
         assert kernel is not None
         for layer in {id(layer): layer for layer in layers_of(model)}.values():
             if "forward" not in vars(layer):
-                own = TokenLayer(layer, kernel, products, slices, runtime)
+                own = TokenLayer(layer, kernel, products, slices, runtime, self._blocks)
                 layer.forward, own.index = own, len(self.layers)
                 self.layers.append(own)
 
     def begin(self, step: ForwardPass) -> None:
-        """A pass begins. Before the first one of few tokens in a call, layers are looked at.
+        """A pass begins. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
 
         Passes over several caches are calls of their own: there it is done for prompts, and for the first pass behind
         them. It is done again where somebody has begun to listen, or has replaced what calls layers, at any time.
         """
         if step.token_step is None:
+            if len(step.tokens) >= self._blocks.least_rows:
+                self._look()
             self._stale = True
             return
         if step.generation is not None:

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megakv
 from megakv.weights.placement import head_counts
-from tests.all_slices import all_slices
+from tests.as_large import as_large
 from tests.distributed.asking import Answer, Asked
 from tests.distributed.random_cases import Case
 from tests.distributed.random_sections import DRAWN, lossy_part
@@ -63,7 +63,7 @@ def make_engine(case: Case, source: PreTrainedModel | Path, section: dict[str, A
         section = {**section, "fairkv": {**section["fairkv"], **files}}
     config = {"dtype": "fp32", "tensor_parallel": {"tp_size": case.sizes[1]}, "megakv": section}
     try:
-        with all_slices(section):
+        with as_large(section):
             return megakv.init_inference(source if isinstance(source, PreTrainedModel) else str(source), config)
     except ValueError as error:
         return error

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.costmodel.context_parallel import Workload
-from tests.all_slices import all_slices
+from tests.as_large import as_large
 
 
 def model() -> Any:
@@ -53,7 +53,7 @@ def main() -> None:
     section = {"timeout_s": 60, "context_parallel": {"size": cp, "decode": "tensor"}}
     ids, options = torch.arange(3, 33)[None], {"max_new_tokens": 8, "do_sample": False}
     with ExitStack() as stack:
-        stack.enter_context(all_slices(section))
+        stack.enter_context(as_large(section))
         engine = stack.enter_context(
             megakv.init_inference(model(), {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section})
         )

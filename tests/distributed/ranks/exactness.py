@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from all_slices import all_slices
+from as_large import as_large
 from even_costs import even_costs
 from families import CONFIGS
 from torch import Tensor
@@ -151,7 +151,7 @@ def run_mesh(folder: Path, run: dict[str, Any], cases: list[dict[str, Any]], ans
         "megakv": {"context_parallel": {"size": cp, **run["section"]}, "offload": run.get("offload", {})},
     }
     try:
-        with all_slices(config["megakv"]):
+        with as_large(config["megakv"]):
             engine = megakv.init_inference(str(folder), config)
     except ValueError as error:
         return str(error)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
-from all_slices import all_slices
+from as_large import as_large
 from families import CONFIGS
 from joint_passes import Interleaving
 from transformers import AutoModelForCausalLM
@@ -31,7 +31,7 @@ def run(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     cp, tp = (int(part) for part in plan["mesh"].split("x"))
     section = {**plan["section"], "context_parallel": {"size": cp, **plan["section"].get("context_parallel", {})}}
-    with all_slices(section):
+    with as_large(section):
         engine = megakv.init_inference(
             str(folder), {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
         )

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megakv.attention.layer import ACTIVATIONS, LayerCalls, LayerWeights, Weight, load_layer, random_layer, reference
+from megakv.attention.layer import LayerCalls, LayerWeights, Weight, load_layer, reference
+from tests.drawn_layers import drawn, drawn_layer
 
 
 @pytest.fixture
@@ -20,17 +21,6 @@ def kernel():
 def without_gradients():
     with torch.no_grad():
         yield
-
-
-def drawn(most):
-    return int(torch.randint(1, most + 1, ()))
-
-
-def drawn_layer(dtype):
-    kv_heads = drawn(3)
-    sizes = {"hidden": drawn(150), "heads": kv_heads * drawn(4), "kv_heads": kv_heads, "head_dim": 2 * drawn(40)}
-    activation = int(torch.randint(len(ACTIVATIONS), ()))
-    return random_layer(dtype, torch.default_generator, activation=activation, width=drawn(200), **sizes)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
