@@ -37,7 +37,7 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION = "act_fn"
 ACTIVATION_TYPES = ("SiLU", "SiLUActivation", "GELUActivation", "GELUTanh")
 ROTARY, TURNED = "apply_rotary_pos_emb", "rotate_half"
-OWN_FILES = Path(transformers.__file__).parent
+OWN_FILES, TORCH_FILES = Path(transformers.__file__).parent, Path(torch.__file__).parent
 
 
 class _Bare(ast.NodeTransformer):
@@ -163,7 +163,7 @@ def is_known(layer: Any) -> bool:
     if feed_forward.keys() - {ACTIVATION} != set(FEED_FORWARD):
         return False
     inside = [module for module in layer.modules() if module is not layer]
-    if any(_altered(module) for module in inside) or _global_hooks():
+    if any(_altered(module) for module in inside) or _global_hooks() or not _is_torch_s(nn.Linear.forward):
         return False
     *inputs, output, gate, up, down = linears(layer)
     if any(type(linear) is not nn.Linear for linear in (*inputs, gate, up)):
@@ -197,6 +197,14 @@ def _altered(module: nn.Module) -> bool:
     # Those that leave out rows of prompts do nothing where all rows are wanted.
     heard = any(not isinstance(getattr(hook, "__self__", None), LastLayerRows) for hook in hooks)
     return replaced or heard or type(module).__call__ is not nn.Module.__call__
+
+
+def _is_torch_s(function: Any) -> bool:
+    """Whether nobody has put another one in its place, for all modules of a class."""
+    code = getattr(function, "__code__", None)
+    return (
+        code is not None and Path(code.co_filename).is_relative_to(TORCH_FILES) and not hasattr(function, "__wrapped__")
+    )
 
 
 def _global_hooks() -> bool:

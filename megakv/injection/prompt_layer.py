@@ -44,7 +44,9 @@ class Blocks:
         if sum(sizes) > MOST_WIDENED:
             return list(parts)
         if len(self._memory) < sum(sizes):
-            self._memory = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
+            # Whoever calls the model in inference mode, the next one may not.
+            with torch.inference_mode(mode=False):
+                self._memory = torch.empty(sum(sizes), dtype=torch.float32, device="cpu")
         found = []
         for part, memory in zip(parts, self._memory[: sum(sizes)].split(sizes), strict=True):
             bias = None if part.bias is None else part.bias.float()

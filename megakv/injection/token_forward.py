@@ -105,10 +105,13 @@ class TokenLayer:
         if step.ahead is not None and self.index in step.ahead[1]:
             assert hidden_states is step.ahead[0], "something came between layers that were computed together"
             return hidden_states
-        plan = self._plan(slices=step.slices)
-        if not self._fits(plan.calls, hidden_states, embeddings, step):
+        prompt = step.token_step is None
+        # What layers are is looked at before such a pass, and not before shorter ones.
+        short = prompt and (len(step.tokens) < self._blocks.least_rows or step.slices)
+        plan = None if short else self._plan(slices=step.slices)
+        if plan is None or not self._fits(plan.calls, hidden_states, embeddings, step):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        if step.token_step is None:
+        if prompt:
             return self._prompt(step, plan, hidden_states, embeddings, kwargs.get("attention_mask"))
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
@@ -206,9 +209,8 @@ class TokenLayer:
         ):
             return False
         rows, dim = x.shape[-2], calls.weights.head_dim
-        prompt = step.token_step is None
-        other = rows < self._blocks.least_rows or step.slices if prompt else rows > self._products.most_rows
-        if other or x.device.type != "cpu":
+        many = step.token_step is not None and rows > self._products.most_rows
+        if many or x.device.type != "cpu":
             return False
         # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.
         key = "embeddings", id(embeddings), dim

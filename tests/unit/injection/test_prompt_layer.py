@@ -12,7 +12,7 @@ from torch import Tensor
 
 import megakv
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Weight, load_layer, reference
-from megakv.injection import prompt_layer
+from megakv.injection import linears, prompt_layer
 from megakv.injection.prompt_layer import Blocks, PromptLayer
 from tests.as_large import as_large
 from tests.drawn_layers import drawn, drawn_layer
@@ -209,3 +209,28 @@ def test_those_who_listen_hear_all_rows(rows: list[int]) -> None:
             other.model.layers[1].mlp.down_proj.weight.zero_()
         torch.testing.assert_close(logits(engine, ids), logits(other, ids), rtol=1e-4, atol=1e-5)
         assert rows == [80] * len(layers)
+
+
+def test_linears_of_somebody_else_s_class_are_called(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ids = model_of("llama"), torch.randint(3, 100, (1, 80))
+    expected, called, forward = logits(model, ids), list[int](), torch.nn.Linear.forward
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+
+        def counted(linear: torch.nn.Linear, x: Tensor) -> Tensor:
+            called.append(x.shape[-2])
+            return forward(linear, x)
+
+        monkeypatch.setattr(torch.nn.Linear, "forward", counted)
+        torch.testing.assert_close(logits(engine, ids), expected, rtol=1e-4, atol=1e-5)
+        assert called and not rows
+        monkeypatch.undo()
+
+
+def test_calls_in_inference_mode_leave_nothing_behind(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linears, "widening_pays", lambda dtype: dtype == torch.bfloat16)
+    model, ids = model_of("llama").bfloat16(), torch.randint(3, 100, (1, 80))
+    with megakv.init_inference(model, {"dtype": "bf16"}) as engine:
+        with torch.inference_mode():
+            expected = engine.module(input_ids=ids).logits.float()
+        assert torch.equal(logits(engine, ids).float(), expected)
+        assert rows == 2 * len(engine.module.model.layers) * [80]
