@@ -35,6 +35,7 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
 from megakv.fairkv.replicas import HeadReplicas
+from megakv.injection.layer_kind import is_kind
 from megakv.injection.ownership import check_unused, own_config
 from megakv.laws import CombinationError
 from megakv.offload.cuda_link import clock_of
@@ -216,6 +217,7 @@ def _make_runtime(
         # Something is predicted from the model's sizes, if its config tells them.
         with suppress(ValueError):
             shape = ModelShape.from_config(model.config, dtype=model.dtype)
+            shape = replace(shape, fused=comm.mesh.device.type == "cpu" and is_kind(model.config.model_type))
     copies = section.fairkv.copies
     replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm, copies)
     if replicas is not None and replicas.shared and copies == "batch" and comm.mesh.rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,10 @@ class Predictions:
             return seconds + TokenTimes(self.profile, self.model, tp_size=tp_size).first_s(new)
         profile = self.profile.without_links() if method == "kvr_silent" else self.profile
         work = Workload((new,), (cached,), self.size // self.tp_size)
-        times = PrefillTimes(profile, self.model, work, tp_size=self.tp_size)
-        tokens = TokenTimes(profile, self.model, tp_size=self.tp_size)
+        # Models of benchmarks are of the Llama kind.
+        model = replace(self.model, fused=profile.fingerprint.accelerator == "cpu")
+        times = PrefillTimes(profile, model, work, tp_size=self.tp_size)
+        tokens = TokenTimes(profile, model, tp_size=self.tp_size)
         begun = tokens.first_s(-(-new // work.size)) + (self._begun() if generating else 0.0)
         if method == "one_rank":
             partition = alone(work)[0]

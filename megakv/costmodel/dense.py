@@ -104,7 +104,8 @@ class TokenTimes:
         if not shape.experts:
             outputs += (model.feed_forward_tensors - 1) * gate + model.hidden
         seconds += self._filled(layer, tokens, wanted, outputs) + self.sums(layer, tokens, wanted=wanted)
-        return seconds + self._pages(tokens, model.hidden) + self._pages(between, model.hidden + gates * gate)
+        seconds += self._pages(tokens, model.hidden)
+        return seconds if model.fused else seconds + self._pages(tokens, model.hidden + gates * gate)
 
     def feed_forward(self, layer: int, tokens: float) -> float:
         """Its matrices, or experts, alone."""
@@ -219,6 +220,8 @@ class TokenTimes:
     def _widths(self) -> float:
         """Elements per token that a layer holds at a time."""
         model = self._model
+        if model.fused:
+            return HELD_HIDDEN * model.hidden + (self._query_width + self._kv_width) / self._tp_size
         return HELD_HIDDEN * model.hidden + model.feed_forward_tensors * model.intermediate / self._tp_size
 
     def _held(self, tokens: float) -> float:

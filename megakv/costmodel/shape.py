@@ -134,7 +134,8 @@ class ModelShape:
     dtype: torch.dtype  # Of weights and cache.
     kernel: Literal["flash", "math"] = "flash"  # As in `AttentionShape`.
     partial_bytes: int | None = None  # As in `AttentionShape`.
-    # Whether norms with residuals, rotary embeddings and gates are one kernel each, as other systems have them.
+    # Whether norms with residuals, rotary embeddings and gates are one kernel each, and what lies between them needs no
+    # memory of its own: as other systems have them, and MegaKV on processors, see `megakv.injection.prompt_layer`.
     fused: bool = False
     positions: int | None = None  # Tokens that a sequence may have; None: the config does not say.
     row_dim: int | None = None  # As in `AttentionShape`, and its `latent`.

@@ -144,6 +144,11 @@ def activation(function: Any) -> int | None:
     return None
 
 
+def is_kind(model_type: str) -> bool:
+    """Whether layers of a model type are of the kind, as transformers has them."""
+    return model_type in {kind.lower() for kind in KINDS}
+
+
 def linears(layer: Any) -> list[Any]:
     """Those of a layer of the kind, in the order of `PROJECTIONS` and `FEED_FORWARD`."""
     # By itself a module looks for a child in three places.
@@ -199,6 +204,7 @@ def _altered(module: nn.Module) -> bool:
     return replaced or heard or type(module).__call__ is not nn.Module.__call__
 
 
+@functools.lru_cache(maxsize=8)
 def _is_torch_s(function: Any) -> bool:
     """Whether nobody has put another one in its place, for all modules of a class."""
     code = getattr(function, "__code__", None)

@@ -119,6 +119,20 @@ def test_results_of_a_large_layer_are_written_to_new_pages() -> None:
     assert tokens.after(1, large, wanted=1) == pytest.approx(2 * 64 / (3 * 64), rel=1e-2)
 
 
+def test_layers_by_blocks_of_rows_hold_little() -> None:
+    """No memory of its own is for what lies between products, and nothing is filled with zeros."""
+    fresh = Curve(sizes=(1.0, 1e6, 1e9), seconds=(1e-15, 2e-15, 1.0))
+    model = replace(attention_only(2), intermediate=640)
+    plain, blocks = (TokenTimes(ideal(copy_fresh=fresh), replace(model, fused=each)) for each in (False, True))
+    tokens = random.randint(10_000, 90_000)
+    # New are queries, keys and values, and a layer's hidden states: each by its share of what is held.
+    hold = tokens * (3 * 64 + 1536) * 4 / 1e9
+    assert blocks.before(0, tokens) == pytest.approx(hold * 1536 / (3 * 64 + 1536), rel=1e-2)
+    assert blocks.after(0, tokens) == pytest.approx(hold * 64 / (3 * 64 + 1536), rel=1e-2)
+    assert blocks.after(1, tokens, wanted=1) == pytest.approx(blocks.after(0, tokens), rel=1e-2)
+    assert plain.after(0, tokens) > 10 * blocks.after(0, tokens)
+
+
 def test_what_the_last_layer_leaves_out_is_filled_with_zeros() -> None:
     copy = Curve(sizes=(1.0, 1e9), seconds=(1e-9, 1.0))
     model = replace(attention_only(2), intermediate=640)
