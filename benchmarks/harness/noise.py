@@ -6,6 +6,7 @@ KV-Runahead's Section 5, Figure 11. On each host runs this file by itself, with 
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
@@ -91,11 +92,19 @@ def _pace(link: socket.socket, step_s: float, chunks: int, going: Callable[[], b
             time.sleep(max(0.0, due - time.monotonic()))
 
 
+def end_with(parent: int) -> None:
+    """A benchmark that is killed ends no flow itself."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os._exit(1)
+
+
 def main() -> None:
     here, bits_per_s, switch, *flows = sys.argv[1:]
     for flow in flows:
         name, _, there = flow.partition("=")
         threading.Thread(target=send, args=(there, float(bits_per_s), Path(switch), name), daemon=True).start()
+    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     listen(here)
 
 
