@@ -217,7 +217,9 @@ def _make_runtime(
         # Something is predicted from the model's sizes, if its config tells them.
         with suppress(ValueError):
             shape = ModelShape.from_config(model.config, dtype=model.dtype)
-            shape = replace(shape, fused=comm.mesh.device.type == "cpu" and is_kind(model.config.model_type))
+            # The offload engine listens to attention: there layers are PyTorch's.
+            own = comm.mesh.device.type == "cpu" and not section.offload.enabled
+            shape = replace(shape, fused=own and is_kind(model.config.model_type))
     copies = section.fairkv.copies
     replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm, copies)
     if replicas is not None and replicas.shared and copies == "batch" and comm.mesh.rank == 0:

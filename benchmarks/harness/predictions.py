@@ -15,6 +15,7 @@ from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
+from megakv.injection.layer_kind import is_kind
 from megakv.runahead.partition import Partition
 
 from .links import FREE
@@ -47,6 +48,7 @@ class Predictions:
     size: int  # Ranks
     lone: HardwareProfile | None = None  # Of one rank while the others stand idle
     tp_size: int = 1  # Tensor-parallel degree of MegaKV's own methods
+    by_blocks: bool = False  # Whether these compute a prompt's layers by blocks of rows
 
     def prefill(
         self,
@@ -67,8 +69,7 @@ class Predictions:
             return seconds + TokenTimes(self.profile, self.model, tp_size=tp_size).first_s(new)
         profile = self.profile.without_links() if method == "kvr_silent" else self.profile
         work = Workload((new,), (cached,), self.size // self.tp_size)
-        # Models of benchmarks are of the Llama kind.
-        model = replace(self.model, fused=profile.fingerprint.accelerator == "cpu")
+        model = replace(self.model, fused=self.by_blocks)
         times = PrefillTimes(profile, model, work, tp_size=self.tp_size)
         tokens = TokenTimes(profile, model, tp_size=self.tp_size)
         begun = tokens.first_s(-(-new // work.size)) + (self._begun() if generating else 0.0)
@@ -139,8 +140,11 @@ def with_predictions(
             return None
         profile = lone if ranks == 1 and lone is not None else load_profile(path)
         sizes = argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads})
-        model = ModelShape.from_config(model_config(sizes), dtype=DTYPES[arguments.dtype])
-        return Predictions(profile, model, ranks, lone, ranks // arguments.hosts if benchmark == "hosts" else 1)
+        config = model_config(sizes)
+        model = ModelShape.from_config(config, dtype=DTYPES[arguments.dtype])
+        by_blocks = profile.fingerprint.accelerator == "cpu" and is_kind(config.model_type)
+        tp_size = ranks // arguments.hosts if benchmark == "hosts" else 1
+        return Predictions(profile, model, ranks, lone, tp_size, by_blocks)
 
     found = []
     for row in rows:

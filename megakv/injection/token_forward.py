@@ -131,9 +131,9 @@ class TokenLayer:
 
     def _prompt(self, step: ForwardPass, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], mask: Any) -> Tensor:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
-        attention, last, (cos, sin) = self._attention, step.last, embeddings
-        narrow = attention.layer_idx == self._runtime.last_layer and last is not None and len(last.rows) < last.length
-        wanted = last.rows if narrow and last is not None else None
+        attention, (cos, sin) = self._attention, embeddings
+        last = step.last if attention.layer_idx == self._runtime.last_layer else None
+        wanted = None if last is None or len(last.rows) == last.length else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
         scoring = scoring_of(attention.scaling, described_mask(attention, mask).window, None)
         q, k, v = plan.calls.heads(found)

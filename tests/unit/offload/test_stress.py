@@ -113,13 +113,15 @@ def test_the_error_in_bfloat16_is_bounded(name: str, alone: None) -> None:
         model.load_state_dict(exact.state_dict())
         engine = megakv.init_inference(model.to(torch.bfloat16), {"dtype": "bf16", "megakv": {"offload": section}})
         past = None
-        for module in attention_modules(engine.module):
-            # As the offload engine does: layers that somebody listens to are PyTorch's, and round as it does.
-            module.register_forward_pre_hook(lambda *_: None)
+        # As the offload engine does: a prompt's layers that somebody listens to are PyTorch's, and round as it does.
+        attention = attention_modules(engine.module)
+        listening = [module.register_forward_pre_hook(lambda *_: None) for module in attention]
         for first in (0, 60, *range(61, 90)):
             last = {0: 60, 60: 61}.get(first, first + 1)
             output = engine(input_ids=ids[:, first:last], past_key_values=past, use_cache=True)
             past = output.past_key_values
+            for handle in listening:
+                handle.remove()
         if method not in ("none", "stream"):
             assert engine._offloader.steps[-1].split.recomputed > 0
         engine.destroy()
