@@ -111,9 +111,9 @@ def exchange(
 
 
 def is_over(link: socket.socket) -> bool:
-    """Whether the other end has closed it, or is gone."""
+    """Whether the other end has closed it, or is gone. Never waits, whatever kind of connection it is."""
     try:
-        return not link.recv(1, socket.MSG_PEEK)
+        return not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
         return False
     except OSError:

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from itertools import combinations
+from itertools import combinations, count
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from megakv.distributed import channel
 from megakv.distributed.channel import SLOT_BYTES, Channel, load_channel, make_channel
+from megakv.distributed.direct import is_over
 
 RANKS = 3
 
@@ -163,6 +164,37 @@ def test_who_is_gone_is_noticed(sockets: Any, memory: bool) -> None:
     with pytest.raises(dist.DistNetworkError, match="Connection closed by rank 1"):
         found.all_gather(torch.zeros(4), torch.zeros(2, 4))
     assert time.monotonic() - begun < 10
+
+
+def test_a_check_of_the_calls_waits_for_late_threads() -> None:
+    """On a busy machine one may start long after the other, which by then looks whether it is still there."""
+    calls = load_channel()[0]
+    assert calls is not None
+    exchange, turns = calls.exchange, count()
+
+    def late(*message: Any) -> int:
+        if next(turns) % 3 == 1:
+            time.sleep(0.3)
+        return int(exchange(*message))
+
+    class Late:
+        bytes, exchange = calls.bytes, staticmethod(late)
+
+    begun = time.monotonic()
+    assert channel._problem(Late()) == ""  # type: ignore[arg-type]
+    assert time.monotonic() - begun > 1
+
+
+def test_a_look_at_a_connection_never_waits() -> None:
+    one, other = socket.socketpair()
+    with one:
+        assert not is_over(one)
+        other.send(b"unread")
+        assert not is_over(one)
+        other.close()
+        one.recv(6)
+        assert is_over(one)
+    assert is_over(one)
 
 
 def test_an_interrupt_ends_a_wait() -> None:
