@@ -95,6 +95,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "drawn(pool): of a pool of POOLS, over all files")
     config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
     torch.set_num_threads(1)
+    # What runs out of time says where it stands.
+    os.environ["PYTHONFAULTHANDLER"] = "1"
     # A script's background jobs ignore Ctrl-C, and so does all that they start; tests send it to what they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

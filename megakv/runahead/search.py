@@ -29,7 +29,7 @@ MARGIN, COARSE_MARGIN = 0.1, 0.2
 promise less: there it rests on few measurements."""
 GAIN = 0.002
 """What a new best must gain to count as progress."""
-LEANINGS = (0.0, 0.25, 0.5, 0.75, -0.5, -0.9)
+LEANINGS = (0.0, 0.25, 0.5, 0.75, 1.0, -0.5, -0.9)
 """Shares of attention that ranks are balanced for in the first partitions."""
 FINEST = 3
 """Coarse points whose finest cells a full grid has, too."""

@@ -34,6 +34,7 @@ import megakv.injection.families  # noqa: F401
 import megakv.launcher.run  # noqa: F401
 import megakv.session_files  # noqa: F401
 import tests.families  # noqa: F401
+from tests.stacks import write_stacks
 
 # How long the others have to end once a rank has failed, as with DeepSpeed and torchrun.
 PATIENCE_S = 30.0
@@ -157,6 +158,8 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     while (left := offspring()) and None not in codes and time.monotonic() < deadline:
         time.sleep(0.1)
     names = [] if None in codes else [describe(process) for process in left]
+    if None in codes:
+        write_stacks(offspring())
     while left := offspring():
         kill(left)
     return {"codes": codes, "seconds": seconds, "leftovers": names}

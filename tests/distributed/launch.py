@@ -17,6 +17,8 @@ from typing import Any, Literal
 
 import psutil
 
+from tests.stacks import show, write_stacks
+
 Launcher = Literal["forked", "deepspeed", "torchrun", "accelerate", "srun", "python"]
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "MEGAKV_TEST_LAUNCH"
@@ -153,6 +155,8 @@ def _fork_once(
     codes: list[int | None] = answer["codes"]
     # As launchers do: the first failure is the launch's status.
     returncode = None if None in codes else next((code for code in codes if code), 0)
+    if returncode is None:
+        show(texts["stderr"])
     return Result(
         returncode=returncode, seconds=answer["seconds"], leftovers=answer["leftovers"], codes=tuple(codes), **texts
     )
@@ -250,11 +254,14 @@ def _run_once(command: list[str], timeout: float, env: dict[str, str]) -> Result
             leftovers = _alive_after_grace(tag)
         except subprocess.TimeoutExpired:
             seconds = time.monotonic() - start
+            write_stacks(_tagged(tag))
         finally:
             names = [_describe(left) for left in leftovers]
             _kill_all(tag)
             process.wait()
         stdout, stderr = (path.read_text(errors="replace") for path in paths)
+    if returncode is None:
+        show(stderr)
     return Result(returncode=returncode, stdout=stdout, stderr=stderr, seconds=seconds, leftovers=names)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.launch import GRACE_S, Result
+from tests.stacks import show, write_stacks
 
 
 class Running:
@@ -72,8 +73,11 @@ class Running:
             leftovers = self._alive_after_grace()
         except subprocess.TimeoutExpired:
             seconds = time.monotonic() - self._start
+            write_stacks(self._processes())
         finally:
             self.kill()
+        if returncode is None:
+            show(self.stderr)
         return Result(
             returncode=returncode, stdout=self.stdout, stderr=self.stderr, seconds=seconds, leftovers=leftovers
         )

@@ -5,7 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
+
 from tests.distributed.launch import Result, run_forked
+from tests.stacks import show, write_stacks
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
 FORKED = Path(__file__).with_name("forked.py")
@@ -19,10 +22,19 @@ def tiny(*, heads: int = 4, kv_heads: int | str = 2) -> list[str]:
 
 def run_benchmark(script: str, *argv: str | Path, timeout: float = 120) -> subprocess.CompletedProcess[str]:
     """Run a script of the folder to its end."""
-    return subprocess.run(
-        [sys.executable, str(BENCHMARKS / script), *map(str, argv)], capture_output=True, text=True, timeout=timeout,
-        env={**os.environ, "DS_ACCELERATOR": "cpu"},
-    )  # fmt: skip
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, argv)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            started = psutil.Process(process.pid)
+            write_stacks([*started.children(recursive=True), started])
+            show(process.communicate()[1])
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
 def fork_benchmark(script: str, *argv: str | Path, timeout: float = 120, env: dict[str, str] | None = None) -> Result:
