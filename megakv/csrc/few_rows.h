@@ -1,7 +1,7 @@
 // Few rows times weights, for processors: each weight is read once, in its type, as fast as memory gives it.
 //
 // Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
-// Of more rows of 16 bits the lanes are rows, and weights are widened once, into the first cache.
+// Of more rows of 16 bits the lanes are outputs, and weights are widened once, into the first cache.
 
 #pragma once
 
@@ -19,11 +19,14 @@ namespace {
 constexpr int64_t SIDE = 4;
 // Rows of x whose products with them are in registers at a time.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
-// Rows beyond which lanes are rows, and those of the weight that are then widened at a time.
-constexpr int64_t FEW = 20;
-constexpr int64_t WIDENED = 12;
+// Rows beyond which, of 16 bits, lanes are outputs, and how many outputs and columns are then widened at a time.
+constexpr int64_t FEW = 6;
+constexpr int64_t WIDENED = 2 * LANES;
+constexpr int64_t PIECE = 32;
+// Rows whose products with them are in registers at a time.
+constexpr int SIDE_BY_SIDE = SUMS / 2;
 // Columns whose products are summed up in one running sum there.
-constexpr int64_t LANE_RUN = 256;
+constexpr int64_t PIECES_RUN = 256;
 // Columns whose products are summed up in one running sum: more would cost digits.
 constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
@@ -34,6 +37,16 @@ template <class T> inline Floats load(const T* from, int64_t count) {
   T lanes[LANES] = {};
   std::memcpy(lanes, from, count * sizeof(T));
   return load(lanes);
+}
+
+// Calls with every vector of a row's columns: where it begins, and how many of its lanes there are.
+template <class Call> inline void each_vector(int64_t begin, int64_t end, Call call) {
+  for (; begin + LANES <= end; begin += LANES) call(begin, (int64_t)LANES);
+  if (begin < end) call(begin, end - begin);
+}
+
+template <class T> inline Floats some(const T* from, int64_t count) {
+  return count == LANES ? load(from) : load(from, count);
 }
 
 // total[r][i] = x[r] . weight[i] for R rows of x, `x_step` apart, and four of the weight, with so many columns; those of x
@@ -76,7 +89,7 @@ struct Linear {
 // Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of LANES.
 struct Inputs {
   int64_t rows, columns, step;
-  std::vector<float> wide, across;
+  std::vector<float> wide;
 
   Inputs(int64_t rows, int64_t columns)
       : rows(rows), columns(columns), step((columns + LANES - 1) / LANES * LANES), wide(rows * step) {}
@@ -85,24 +98,11 @@ struct Inputs {
   template <class T> Inputs(const T* x, int64_t rows, int64_t columns, int64_t x_step = 0) : Inputs(rows, columns) {
     if (!x_step) x_step = columns;
     for (int64_t row = 0; row < rows; ++row)
-      for (int64_t d = 0; d < columns; d += LANES)
-        store(&wide[row * step + d], load(x + row * x_step + d, std::min<int64_t>(LANES, columns - d)));
+      each_vector(0, columns, [&](int64_t d, int64_t count) { store(&wide[row * step + d], some(x + row * x_step + d, count)); });
   }
 
-  int64_t lanes() const { return (rows + LANES - 1) / LANES * LANES; }
-
-  // Whether lanes are rows, for weights of a type.
+  // Whether lanes are outputs, for weights of a type.
   template <class T> bool many() const { return rows > FEW && sizeof(T) < sizeof(float); }
-
-  // What products with weights of the type want beside `wide`, which is filled.
-  template <class T> const Inputs& ready() {
-    if (!many<T>()) return *this;
-    const int64_t all = lanes();
-    across.assign(columns * all, 0.0f);
-    for (int64_t d = 0; d < columns; ++d)
-      for (int64_t row = 0; row < rows; ++row) across[d * all + row] = wide[row * step + d];
-    return *this;
-  }
 };
 
 template <class T> class Product {
@@ -118,13 +118,15 @@ template <class T> class Product {
 
   // Floats that a thread needs for it.
   static int64_t scratch(const Inputs& x) {
-    return x.many<T>() ? WIDENED * (std::min(x.columns, LANE_RUN) + 2 * x.lanes()) : 0;
+    return x.many<T>() ? WIDENED * (PIECE + 2 * x.rows) : 0;
   }
 
   // Those of some blocks.
   void compute(int64_t first, int64_t last, float* memory) const {
     const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
-    x.many<T>() ? compute_many(begin, end, memory) : compute_few(begin, end);
+    if constexpr (sizeof(T) < sizeof(float))
+      if (x.many<T>()) return compute_many(begin, end, memory);
+    compute_few(begin, end);
   }
 
  private:
@@ -143,18 +145,18 @@ template <class T> class Product {
       for (int64_t row = 0; row < x.rows; ahead = 0) {
         const int64_t left = x.rows - row;
         if (left >= 5 && MOST_ROWS == 6)
-          row += left == 5 ? some<5>(row, side, at, end, ahead) : some<6>(row, side, at, end, ahead);
+          row += left == 5 ? few<5>(row, side, at, end, ahead) : few<6>(row, side, at, end, ahead);
         else if (left >= 4)
-          row += some<4>(row, side, at, end, ahead);
+          row += few<4>(row, side, at, end, ahead);
         else if (left == 3)
-          row += some<3>(row, side, at, end, ahead);
+          row += few<3>(row, side, at, end, ahead);
         else
-          row += left == 2 ? some<2>(row, side, at, end, ahead) : some<1>(row, side, at, end, ahead);
+          row += left == 2 ? few<2>(row, side, at, end, ahead) : few<1>(row, side, at, end, ahead);
       }
     }
   }
 
-  template <int R> int some(int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+  template <int R> int few(int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
     Four total[R];
     multiply<T, R>(&x.wide[row * x.step], x.step, side, x.columns, ahead, total);
     for (int r = 0; r < R; ++r)
@@ -164,33 +166,55 @@ template <class T> class Product {
   }
 
   void compute_many(int64_t begin, int64_t end, float* memory) const {
-    const int64_t lanes = x.lanes(), vectors = lanes / LANES, wide = std::min(x.columns, LANE_RUN);
-    float *const widened = memory, *const run = widened + WIDENED * wide, *const total = run + WIDENED * lanes;
+    float *const widened = memory, *const run = widened + WIDENED * PIECE, *const total = run + WIDENED * x.rows;
     for (int64_t at = begin; at < end; at += WIDENED) {
-      const int64_t count = std::min(WIDENED, end - at);
-      for (int64_t first = 0; first < x.columns; first += LANE_RUN) {
-        const int64_t length = std::min(LANE_RUN, x.columns - first);
-        for (int64_t i = 0; i < count; ++i) {
-          const T* const from = weight + (at + i) * step + first;
-          float* const to = widened + i * wide;
-          const int64_t whole = length / LANES * LANES;
-          for (int64_t d = 0; d < whole; d += LANES) store(to + d, load(from + d));
-          for (int64_t d = whole; d < length; ++d) to[d] = scalar(from + d);
-        }
+      const int64_t count = std::min(WIDENED, end - at), next = at + 2 * WIDENED <= end ? WIDENED * step : 0;
+      for (int64_t first = 0; first < x.columns; first += PIECES_RUN) {
+        const int64_t stop = std::min(first + PIECES_RUN, x.columns);
         float* const sums = first ? run : total;
-        ::multiply<false>(count, vectors, widened, wide, 1, &x.across[first * lanes], lanes, length, sums, lanes,
-                          nullptr, true);
-        for (int64_t i = 0; first && i < count * lanes; i += LANES) store(total + i, load(total + i) + load(run + i));
-      }
-      // Rounded where they lie, for many at a time.
-      T* const found = (T*)run;
-      for (int64_t i = 0; i < count; ++i) {
-        const Floats added = all(bias ? scalar(bias + at + i) : 0.0f);
-        for (int64_t l = i * lanes; l < (i + 1) * lanes; l += LANES) store_rounded(found + l, load(total + l) + added, LANES);
+        for (int64_t d = first; d < stop; d += PIECE) {
+          const int64_t length = std::min(PIECE, stop - d);
+          widen(weight + at * step + d, count, length, next, widened);
+          for (int64_t row = 0; row < x.rows;) {
+            const int64_t left = x.rows - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
+            const int64_t now = (left + parts - 1) / parts;
+            multiply_rows<SIDE_BY_SIDE>(now, &x.wide[row * x.step + d], widened, length, sums + row * WIDENED, d == first);
+            row += now;
+          }
+        }
+        for (int64_t i = 0; first && i < x.rows * WIDENED; i += LANES) store(total + i, load(total + i) + load(run + i));
       }
       for (int64_t row = 0; row < x.rows; ++row)
-        for (int64_t i = 0; i < count; ++i) out[row * out_step + at + i] = found[i * lanes + row];
+        each_vector(0, count, [&](int64_t i, int64_t lanes) {
+          Floats found = load(total + row * WIDENED + i);
+          if (bias) found += some(bias + at + i, lanes);
+          store_rounded(out + row * out_step + at + i, found, lanes);
+        });
     }
+  }
+
+  // So many of the weight's rows, and columns, to [columns, WIDENED]; those rows that come `next` elements on are fetched.
+  void widen(const T* from, int64_t rows, int64_t columns, int64_t next, float* to) const {
+    const int64_t whole = columns / 8 * 8;
+    if (next)
+      for (int64_t row = 0; row < WIDENED; ++row)
+        for (int64_t d = 0; d < columns; d += 64 / sizeof(T)) __builtin_prefetch(from + next + row * step + d, 0, 2);
+    int64_t row = 0;
+    for (; row + LANES <= rows; row += LANES)
+      for (int64_t d = 0; d < whole; d += 8) {
+        Words words[4];
+        across((const char*)(from + row * step + d), step * sizeof(T), words);
+        for (int i = 0; i < 8; ++i) store(to + (d + i) * WIDENED + row, number(words[i / 2], i % 2, T{}));
+      }
+    for (int64_t i = 0; i < rows; ++i)
+      for (int64_t d = i < row ? whole : 0; d < columns; ++d) to[d * WIDENED + i] = scalar(from + i * step + d);
+  }
+
+  // The products of so many rows, R at most.
+  template <int R>
+  void multiply_rows(int64_t rows, const float* own, const float* widened, int64_t columns, float* sums, bool fresh) const {
+    if (rows == R) return product<R, 2, false>(own, x.step, 1, widened, WIDENED, columns, sums, WIDENED, nullptr, fresh);
+    if constexpr (R > 1) multiply_rows<R - 1>(rows, own, widened, columns, sums, fresh);
   }
 };
 

@@ -89,7 +89,7 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
     std::vector<T> own(rows * hidden);
     if (ranks.outputs_columns) {
       Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, width);
-      products(inputs.ready<T>(), &layer.o, 1, threads, own.data());
+      products(inputs, &layer.o, 1, threads, own.data());
     }
     const std::vector<T> all = moments.gathered(OUTPUTS, *ranks.outputs, own);
     attended.resize(rows * hidden);

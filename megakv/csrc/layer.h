@@ -19,16 +19,6 @@ struct Layer {
   Linear q, k, v, o, gate, up, down;  // those of this rank
 };
 
-// Calls with every vector of a row's columns: where it begins, and how many of its lanes there are.
-template <class Call> inline void each_vector(int64_t begin, int64_t end, Call call) {
-  for (; begin + LANES <= end; begin += LANES) call(begin, (int64_t)LANES);
-  if (begin < end) call(begin, end - begin);
-}
-
-template <class T> inline Floats some(const T* from, int64_t count) {
-  return count == LANES ? load(from) : load(from, count);
-}
-
 // An RMS norm of a row in float32: by its mean square, rounded, times its weight.
 template <class T> void normalise(float* row, int64_t dim, const T* weight, float eps) {
   Floats squares{};
@@ -138,7 +128,7 @@ template <class T> void project(const Layer& layer, int64_t rows, const T* x, in
     normalise(own, layer.hidden, (const T*)layer.input_norm, layer.input_eps);
   }
   const Linear linears[] = {layer.q, layer.k, layer.v};
-  products(inputs.ready<T>(), linears, 3, threads, out);
+  products(inputs, linears, 3, threads, out);
 }
 
 // to [rows, hidden] = the sum of what `ranks` ranks have, [ranks, rows, hidden], in their order, and a bias if there is one;
@@ -166,7 +156,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
   std::vector<T> found(projected ? 0 : rows * hidden);
   if (!projected) {
     Inputs inputs(attended, rows, layer.heads * layer.head_dim);
-    products(inputs.ready<T>(), &layer.o, 1, threads, found.data());
+    products(inputs, &layer.o, 1, threads, found.data());
     added = found.data();
   }
   Inputs inputs(x, rows, hidden);
@@ -180,7 +170,6 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
     });
     normalise(own, hidden, (const T*)layer.output_norm, layer.output_eps);
   }
-  inputs.ready<T>();
   Inputs inner(rows, width);
   std::vector<T> gate(rows * width), up(rows * width);
   const Product<T> gates(inputs, layer.gate, gate.data(), width), ups(inputs, layer.up, up.data(), width);
@@ -193,7 +182,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
              gated(&gate[row * width], &up[row * width], first * each, std::min(last * each, width),
                    layer.activation, &inner.wide[row * inner.step]);
          });
-  products(inner.ready<T>(), &layer.down, 1, threads, out);
+  products(inner, &layer.down, 1, threads, out);
   if (whole)
     each_vector(0, rows * hidden, [&](int64_t d, int64_t count) {
       store_rounded(out + d, some(middle + d, count) + some(out + d, count), count);

@@ -11,6 +11,6 @@ extern "C" int megakv_product(int type, const void* x, int64_t rows, int64_t col
     typedef decltype(like) T;
     const Linear linear{weight, step, outputs, bias};
     Inputs inputs((const T*)x, rows, columns);
-    products(inputs.ready<T>(), &linear, 1, threads, (T*)out);
+    products(inputs, &linear, 1, threads, (T*)out);
   });
 }

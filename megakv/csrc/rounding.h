@@ -39,14 +39,6 @@ inline Float16 rounded(float value, Float16) {
   return {(uint16_t)(sign | found)};
 }
 
-inline Halves narrowed(Words value) {
-#if LANES == 16
-  return (Halves)_mm512_cvtepi32_epi16((__m512i)value);
-#else
-  return __builtin_convertvector(value, Halves);
-#endif
-}
-
 // Lanes in a type: the first `count` of them are written.
 inline void store_rounded(float* to, Floats value, int64_t count) { std::memcpy(to, &value, count * sizeof *to); }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -16,7 +17,7 @@
 #define LANES 4
 #define BLOCK_ROWS 4
 #endif
-#if defined(__F16C__) || defined(__AVX512F__)
+#ifdef __AVX__
 #include <immintrin.h>
 #endif
 
@@ -48,6 +49,14 @@ inline Words widened(const uint16_t* from) {
   return (Words)_mm512_cvtepu16_epi32((__m256i)bits);
 #else
   return __builtin_convertvector(bits, Words);
+#endif
+}
+
+inline Halves narrowed(Words value) {
+#if LANES == 16
+  return (Halves)_mm512_cvtepi32_epi16((__m512i)value);
+#else
+  return __builtin_convertvector(value, Halves);
 #endif
 }
 
@@ -148,7 +157,8 @@ inline Four folded(Floats value) {
 #ifdef __clang__
 #define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
-#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, FourInts{__VA_ARGS__})
+// Numbers of lanes, in vectors of as many.
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, std::conditional_t<sizeof(a) == sizeof(Four), FourInts, Ints>{__VA_ARGS__})
 #endif
 
 // The sums of four vectors.
@@ -157,6 +167,60 @@ inline Four sums(Floats a, Floats b, Floats c, Floats d) {
   const Four ef = SHUFFLED(e, f, 0, 4, 2, 6) + SHUFFLED(e, f, 1, 5, 3, 7);
   const Four gh = SHUFFLED(g, h, 0, 4, 2, 6) + SHUFFLED(g, h, 1, 5, 3, 7);
   return SHUFFLED(ef, gh, 0, 1, 4, 5) + SHUFFLED(ef, gh, 2, 3, 6, 7);
+}
+
+// Of two vectors in turn: the first two lanes of every four, or the last two; and pairs of lanes, the first or the last.
+#if LANES == 16
+#define FIRST_OF_TWO 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29
+#define LAST_OF_TWO 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31
+#define FIRST_PAIRS 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29
+#define LAST_PAIRS 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31
+#elif LANES == 8
+#define FIRST_OF_TWO 0, 8, 1, 9, 4, 12, 5, 13
+#define LAST_OF_TWO 2, 10, 3, 11, 6, 14, 7, 15
+#define FIRST_PAIRS 0, 1, 8, 9, 4, 5, 12, 13
+#define LAST_PAIRS 2, 3, 10, 11, 6, 7, 14, 15
+#else
+#define FIRST_OF_TWO 0, 4, 1, 5
+#define LAST_OF_TWO 2, 6, 3, 7
+#define FIRST_PAIRS 0, 1, 4, 5
+#define LAST_PAIRS 2, 3, 6, 7
+#endif
+
+// Four words of each of LANES / 4 rows, `step` bytes apart.
+inline Words fours(const char* from, int64_t step) {
+#if LANES == 16
+  const auto four = [&](int row) { return _mm_loadu_si128((const __m128i*)(from + row * step)); };
+  __m512i found = _mm512_castsi128_si512(four(0));
+  found = _mm512_inserti32x4(found, four(1), 1);
+  found = _mm512_inserti32x4(found, four(2), 2);
+  return (Words)_mm512_inserti32x4(found, four(3), 3);
+#elif LANES == 8
+  return (Words)_mm256_loadu2_m128((const float*)(from + step), (const float*)from);
+#else
+  Words found;
+  std::memcpy(&found, from, sizeof found);
+  return found;
+#endif
+}
+
+// Four words of each of LANES rows, `step` bytes apart: in found[i] those that come as i-th.
+inline void across(const char* from, int64_t step, Words found[4]) {
+  const int64_t next = 4 * step;
+  const Words a = fours(from, next), b = fours(from + step, next);
+  const Words c = fours(from + 2 * step, next), d = fours(from + 3 * step, next);
+  const Words ab = SHUFFLED(a, b, FIRST_OF_TWO), cd = SHUFFLED(c, d, FIRST_OF_TWO);
+  found[0] = SHUFFLED(ab, cd, FIRST_PAIRS), found[1] = SHUFFLED(ab, cd, LAST_PAIRS);
+  const Words ab_last = SHUFFLED(a, b, LAST_OF_TWO), cd_last = SHUFFLED(c, d, LAST_OF_TWO);
+  found[2] = SHUFFLED(ab_last, cd_last, FIRST_PAIRS), found[3] = SHUFFLED(ab_last, cd_last, LAST_PAIRS);
+}
+
+// The first number of every word, or the second one.
+inline Floats number(Words words, int which, BFloat16) { return (Floats)(which ? words & 0xffff0000 : words << 16); }
+
+inline Floats number(Words words, int which, Float16) {
+  const Halves bits = narrowed(which ? words >> 16 : words);
+  return load((const Float16*)&bits);
 }
 
 }  // namespace
