@@ -10,6 +10,8 @@ from torch import nn
 from megakv.attention.linear import FEW_ROWS, MOST_ROWS, load_linear
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Fewer lanes make for longer sums.
+UNITS = 1 if torch.backends.cpu.get_cpu_capability().startswith("AVX512") else 2
 
 
 @pytest.fixture
@@ -56,7 +58,7 @@ def test_it_is_at_least_as_exact_as_pytorch_s(kernel, dtype, threads):
             for errors, result in ((own, found), (torchs, F.linear(x, weight, bias))):
                 errors.append((result.double() - expected).square().flatten())
             size = x.double().abs() @ weight.double().abs().t() + 1
-            assert ((found.double() - expected).abs() <= torch.finfo(dtype).eps * size).all()
+            assert ((found.double() - expected).abs() <= UNITS * torch.finfo(dtype).eps * size).all()
     assert torch.cat(own).mean().sqrt() <= 1.05 * torch.cat(torchs).mean().sqrt()
 
 
