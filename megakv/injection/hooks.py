@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -105,6 +106,11 @@ class ForwardHooks:
         source = ids if embeds is None else embeds
         if source is None or (ids is not None and embeds is not None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if embeds is not None and embeds.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "inputs_embeds requires gradients, which MegaKV does not compute: it is for inference; pass "
+                "inputs_embeds.detach(), or call under torch.no_grad()"
+            )
         batch, length = source.shape[:2]
         cache = self._cache(inputs)
         past, pasts = cache.length, cache.pasts(batch)

@@ -44,6 +44,20 @@ def test_what_are_no_tokens_is_refused_with_how_to_make_them(pair: tuple[Any, An
                 call(given)
 
 
+def test_gradients_are_refused(pair: tuple[Any, Any]) -> None:
+    """Compiled calls know nothing of them: they would be wrong without a word."""
+    plain, engine = pair
+    embeds = torch.randn(1, LENGTH, plain.config.hidden_size, requires_grad=True)
+    with pytest.raises(ValueError, match=r"inputs_embeds requires gradients, .* pass inputs_embeds\.detach\(\)"):
+        engine.module(inputs_embeds=embeds)
+    with torch.no_grad():
+        expected = plain(inputs_embeds=embeds).logits
+        found = engine.module(inputs_embeds=embeds).logits
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(engine.module(inputs_embeds=embeds.detach()).logits, expected)
+    torch.testing.assert_close(engine(inputs_embeds=embeds).logits, expected)
+
+
 def prompt(*padding: int, right: bool = False) -> tuple[Tensor, Tensor]:
     """Rows with so much padding each."""
     ids = torch.randint(3, 190, (len(padding), LENGTH))
