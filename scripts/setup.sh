@@ -90,7 +90,7 @@ megakv_adopt_commands() {
     "$megakv_venv/bin/python" - "$megakv_venv/bin" <<'PY'
 import importlib.metadata as metadata, pathlib, re, sys
 folder = pathlib.Path(sys.argv[1])
-wanted = {"torchrun", "deepspeed", "ds_report", "accelerate", "ninja", "pytest", "ruff", "mypy"}
+wanted = {"torchrun", "deepspeed", "ds_report", "accelerate", "transformers", "ninja", "pytest", "ruff", "mypy"}
 for file in (file for found in metadata.distributions() for file in found.files or ()):
     source, target = pathlib.Path(file.locate()).resolve(), folder / file.name
     if file.name not in wanted or file.parent.name != "bin" or target.exists() or not source.exists():

@@ -76,6 +76,15 @@ class TurnStore(KVStore):
         here = slice(len(slots) - keys.shape[1], None)
         yield KVPart(sequence, keys, values, slots[here], positions[here])
 
+    def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]:
+        """What lies in the tier, and then the turn's, while that goes on."""
+        before = self.tier.rows(sequence)
+        if before > self.tier.gone(sequence):
+            yield from self.tier.pieces(sequence)
+        if self._turn.rows(sequence):
+            for head, keys, values, rows in self._turn.pieces(sequence):
+                yield head, keys, values, before + rows
+
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         return None if self._open else self.tier.packed()
 

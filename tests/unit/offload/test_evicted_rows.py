@@ -63,3 +63,24 @@ def test_no_row_is_corrupt(
             assert engine(new, past_key_values=cache).logits.isfinite().all()
         for cache, known in branches:
             check_rows(cache, known, BUDGET + INTERVAL)
+
+
+@pytest.mark.usefixtures("alone", "fixed_costs")
+@pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
+@pytest.mark.parametrize("piece", [1, 7, 100])
+def test_what_is_evicted_is_the_same_wherever_it_lies(method: str, piece: int) -> None:
+    """Also where a later turn is read in pieces, whose queries look at what earlier turns have left in host memory."""
+    torch.manual_seed(random.randrange(1 << 30))
+    model = AutoModelForCausalLM.from_config(FAMILIES["llama"](), dtype=torch.float32).eval()
+    fairkv = {"budget": BUDGET, "decode_interval": INTERVAL, "min_tokens": 50, "method": method}
+    first, second = (torch.randint(3, VOCAB, (1, length)) for length in (9, 64))
+    greedy = {"do_sample": False, "pad_token_id": 2, "return_dict_in_generate": True, "output_logits": True}
+    found = []
+    for offload in ({"enabled": False}, {**SETTINGS, "method": "stream"}):
+        config = {"dtype": "fp32", "megakv": {"fairkv": fairkv, "offload": offload}}
+        with megakv.init_inference(copy.deepcopy(model), config) as engine:
+            session = engine.session()
+            session.generate(first, max_new_tokens=3, **greedy)
+            answer = session.generate(second, max_new_tokens=2 * INTERVAL, prefill_chunk_size=piece, **greedy)
+            found.append(torch.cat(answer.logits))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
