@@ -23,7 +23,7 @@ constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
 constexpr int64_t FEW = 6;
 constexpr int64_t WIDENED = 2 * LANES;
 constexpr int64_t PIECE = 32;
-// Rows whose products with them are in registers at a time.
+// Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
 // Columns whose products are summed up in one running sum there.
 constexpr int64_t PIECES_RUN = 256;
