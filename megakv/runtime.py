@@ -67,6 +67,8 @@ class Runtime:
     """The layer whose results nobody but the output head reads, if the model has such a one."""
     few_rows: int = 1
     """Tokens of a pass up to which layers compute it as a step of decoding, on all ranks alike."""
+    pairs: bool = False
+    """Whether that multiplies bfloat16 by pairs where a sequence has many of them."""
     _life: int = 0
     _kernel: bool | None = None
 
@@ -142,8 +144,11 @@ class Runtime:
         narrow = self.last_layer is not None and turn is None and not watched and not decodes
         if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
             layout = layout.narrowed(asked)
+        one = None
+        if plain and self._steps():
+            one = token_step(layout, cache, self.comm, self.few_rows, pairs=self.pairs)
         return ForwardPass(
-            token_step=token_step(layout, cache, self.comm, self.few_rows) if plain and self._steps() else None,
+            token_step=one,
             layout=layout,
             cache=cache,
             method=method,

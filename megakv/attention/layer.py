@@ -62,6 +62,8 @@ class LayerWeights:
     q_norm: Norm | None = None
     """Of every head, as `k_norm`."""
     k_norm: Norm | None = None
+    pairs: bool = False
+    """Whether many rows of bfloat16 are multiplied by pairs, which the processor must have."""
 
 
 class _Linear(ctypes.Structure):
@@ -76,7 +78,7 @@ class _Linear(ctypes.Structure):
 
 
 class _Layer(ctypes.Structure):
-    COUNTS = ("type", "hidden", "heads", "kv_heads", "head_dim", "activation")
+    COUNTS = ("type", "pairs", "hidden", "heads", "kv_heads", "head_dim", "activation")
     NORMS = ("input_norm", "output_norm", "q_norm", "k_norm")
     LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
     _fields_: ClassVar[list[tuple[str, Any]]] = [
@@ -120,7 +122,8 @@ class LayerCalls:
         one = weights.input_norm.weight
         self.dtype, self.hidden = one.dtype, len(one)
         self.widths = [weights.heads * weights.head_dim, *(2 * [weights.kv_heads * weights.head_dim])]
-        layer = _Layer(TYPES[one.dtype], len(one), *(getattr(weights, name) for name in _Layer.COUNTS[2:]))
+        sizes = (getattr(weights, name) for name in _Layer.COUNTS[3:])
+        layer = _Layer(TYPES[one.dtype], weights.pairs and one.dtype == torch.bfloat16, len(one), *sizes)
         for name in _Layer.NORMS:
             if (norm := getattr(weights, name)) is not None:
                 setattr(layer, name, norm.weight.data_ptr())

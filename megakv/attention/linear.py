@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from megakv.library import TYPES, load
 
-FEW_ROWS, MOST_ROWS = 16, 64
-"""Rows beyond which PyTorch's product is as fast on all processors, and on those where a measurement says so."""
-LEAST_GAIN = 1.1
-"""How many times as fast this kernel must be with many rows."""
+FEW_ROWS, MOST_ROWS = 16, 256
+"""Rows up to which it is taken on all processors, and on those where a measurement does not speak against it."""
+LEAST_GAIN = 0.8
+"""How many times as fast as PyTorch's it must be with many rows: layers of few rows are one call, which spares more."""
 TRIALS = 16
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
@@ -35,15 +35,16 @@ class LinearKernel:
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_product
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._call.argtypes = [number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
+        self._call.argtypes = [number, number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
         self._call.restype = ctypes.c_int
 
-    def most_rows(self, dtype: torch.dtype) -> int:
-        """Rows up to which it is faster than PyTorch; of 16 bits by a measurement of less than a millisecond."""
-        if dtype not in (torch.bfloat16, torch.float16):
+    def most_rows(self, dtype: torch.dtype, *, pairs: bool = False) -> int:
+        """Rows up to which it is worth taking, by a measurement of some milliseconds."""
+        if dtype not in TYPES:
             return FEW_ROWS
         x, weight = (torch.ones((rows, 512), dtype=dtype, device="cpu") for rows in (MOST_ROWS * 3 // 4, 512))
-        return MOST_ROWS if times_as_fast(F.linear, self, x, weight) >= LEAST_GAIN else FEW_ROWS
+        own = functools.partial(self, pairs=pairs)
+        return MOST_ROWS if times_as_fast(F.linear, own, x, weight) >= LEAST_GAIN else FEW_ROWS
 
     @staticmethod
     def computes(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int = FEW_ROWS) -> bool:
@@ -57,13 +58,16 @@ class LinearKernel:
             fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
         return fits and 0 < x.numel() <= most_rows * columns
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`."""
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pairs: bool = False) -> Tensor:
+        """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`.
+
+        Many rows of bfloat16 are multiplied by `pairs`, which the processor must have.
+        """
         outputs, columns = weight.shape
         x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
         failed = self._call(
-            TYPES[x.dtype], x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(), weight.stride(0), outputs,
-            None if bias is None else bias.data_ptr(), torch.get_num_threads(), out.data_ptr(),
+            TYPES[x.dtype], pairs, x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(), weight.stride(0),
+            outputs, None if bias is None else bias.data_ptr(), torch.get_num_threads(), out.data_ptr(),
         )  # fmt: skip
         if failed:
             raise MemoryError(f"no memory for {x.numel()} elements in float32")

@@ -95,7 +95,8 @@ class TokenStep:
     Of sequence b they are the packed rows from ``bounds[b]`` to before ``bounds[b + 1]``, their slots ascending.
     `stored` are the rows that this rank keeps; `seen` gives ``[L]``, for each, the first row that a window reaches of
     all that this rank was ever given of the sequence; `gather` the partial results of all ranks, ``[N, ...]``, for a
-    layer's of this one, and is None on a rank that has everything; `compute` counts a stretch of computation.
+    layer's of this one, and is None on a rank that has everything; `compute` counts a stretch of computation. With
+    `pairs`, which the processor must have, many rows of a sequence are attended to as in `PrefillKernel`.
     """
 
     def __init__(
@@ -106,8 +107,10 @@ class TokenStep:
         seen: Callable[[int], IntArray],
         gather: Callable[[Tensor, int], Tensor] | None,
         compute: Callable[[str, int], AbstractContextManager[None]],
+        *,
+        pairs: bool = False,
     ):
-        self._compute = compute
+        self._compute, self._pairs = compute, pairs
         self._kernel, self._seen, self._gather = kernel, seen, gather
         self.length = bounds[-1]
         """Packed rows of all sequences."""
@@ -168,8 +171,8 @@ class TokenStep:
         (_, q_head, q_row, _), (_, k_head, k_row, _) = q_BHSD.stride(), k_BKSD.stride()
         _, v_head, v_row, _ = v_BKSD.stride()
         step = array("q", (
-            rows, heads, kv_heads, dim, value_dim, q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row,
-            v_BKSD.data_ptr(), v_head, v_row,
+            self._pairs and q_BHSD.dtype == torch.bfloat16, rows, heads, kv_heads, dim, value_dim,
+            q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row, v_BKSD.data_ptr(), v_head, v_row,
         ))  # fmt: skip
         held, kind, sink = array("q", self.held(table, scoring.window)), TYPES[q_BHSD.dtype], None
         if sinks is not None:
@@ -193,7 +196,7 @@ class TokenStep:
         return out
 
 
-def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int) -> TokenStep | None:
+def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int, *, pairs: bool = False) -> TokenStep | None:
     """That of a pass of a cache that has up to so many tokens, or one of each sequence, by this rank's `Communicator`.
 
     None, on all ranks, where the pass or the device is another, or where there is no kernel.
@@ -222,7 +225,8 @@ def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int) -> To
 
     stored = layout.kept_rows(rank)
     kept = range(len(tokens)) if stored is None else stored.tolist()
-    return TokenStep(kernel, tokens.bounds.tolist(), kept, seen, gather if size > 1 else None, comm.ledger.compute)
+    bounds, over = tokens.bounds.tolist(), gather if size > 1 else None
+    return TokenStep(kernel, bounds, kept, seen, over, comm.ledger.compute, pairs=pairs)
 
 
 @functools.cache

@@ -76,6 +76,15 @@ inline void store_weights(Pair* to, int, Floats first, Floats second) {
 }
 #endif
 
+// Calls with a cell that numbers of a type are multiplied in: by pairs, where that is asked for and possible.
+template <class T, class Call> inline void with_cell(bool pairs, Call call) {
+#ifdef __AVX512BF16__
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (pairs) return call(Pair{});
+#endif
+  call(float{});
+}
+
 // Numbers in a cell.
 template <class Cell> constexpr int NUMBERS = std::is_same_v<Cell, float> ? 1 : 2;
 

@@ -1,14 +1,14 @@
 // Few rows times weights, for processors: each weight is read once, in its type, as fast as memory gives it.
 //
 // Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
-// Of more rows of 16 bits the lanes are outputs, and weights are widened once, into the first cache.
+// Of more rows the lanes are outputs, and weights are made cells once, in the first cache.
 
 #pragma once
 
 #include <algorithm>
 #include <omp.h>
-#include <vector>
 
+#include "cells.h"
 #include "products.h"
 #include "rounding.h"
 #include "vectors.h"
@@ -19,35 +19,20 @@ namespace {
 constexpr int64_t SIDE = 4;
 // Rows of x whose products with them are in registers at a time.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
-// Rows beyond which, of 16 bits, lanes are outputs, and how many outputs and columns are then widened at a time.
+// Rows beyond which lanes are outputs, and how many outputs, and cells of each, are then made at a time.
 constexpr int64_t FEW = 6;
-constexpr int64_t WIDENED = 2 * LANES;
+constexpr int64_t TILE_OUTPUTS = 2 * LANES;
 constexpr int64_t PIECE = 32;
+// Bytes that memory gives at a time.
+constexpr int64_t LINE_BYTES = 64;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
-// Columns whose products are summed up in one running sum there.
-constexpr int64_t PIECES_RUN = 256;
+// Columns whose products are summed up in one running sum there: results of 16 bits have fewer digits to lose.
+template <class T> constexpr int64_t PIECES_RUN = sizeof(T) < sizeof(float) ? 256 : 128;
 // Columns whose products are summed up in one running sum: more would cost digits.
 constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
 constexpr int64_t LEAST_WORK = 1 << 16;
-
-// The first lanes, and zeros for the others.
-template <class T> inline Floats load(const T* from, int64_t count) {
-  T lanes[LANES] = {};
-  std::memcpy(lanes, from, count * sizeof(T));
-  return load(lanes);
-}
-
-// Calls with every vector of a row's columns: where it begins, and how many of its lanes there are.
-template <class Call> inline void each_vector(int64_t begin, int64_t end, Call call) {
-  for (; begin + LANES <= end; begin += LANES) call(begin, (int64_t)LANES);
-  if (begin < end) call(begin, end - begin);
-}
-
-template <class T> inline Floats some(const T* from, int64_t count) {
-  return count == LANES ? load(from) : load(from, count);
-}
 
 // total[r][i] = x[r] . weight[i] for R rows of x, `x_step` apart, and four of the weight, with so many columns; those of x
 // go on with zeros up to a multiple of LANES. Meanwhile fetches what lies `ahead` elements further on, if anything does.
@@ -86,23 +71,41 @@ struct Linear {
   const void* bias;
 };
 
-// Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of LANES.
+// Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of LANES. Where bfloat16 is multiplied by
+// `pairs`, the cells of many rows are such.
 struct Inputs {
   int64_t rows, columns, step;
-  std::vector<float> wide;
+  bool pairs;
+  Space<float> wide;
+  Space<uint32_t> narrow;
 
-  Inputs(int64_t rows, int64_t columns)
-      : rows(rows), columns(columns), step((columns + LANES - 1) / LANES * LANES), wide(rows * step) {}
+  Inputs(int64_t rows, int64_t columns, bool pairs)
+      : rows(rows), columns(columns), step((columns + LANES - 1) / LANES * LANES), pairs(pairs && rows > FEW),
+        wide(rows * step), narrow(this->pairs ? rows * step / 2 : 0) {
+    for (int64_t row = 0; row < rows; ++row) std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);
+  }
 
   // Of rows that are contiguous, or so many elements apart.
-  template <class T> Inputs(const T* x, int64_t rows, int64_t columns, int64_t x_step = 0) : Inputs(rows, columns) {
+  template <class T>
+  Inputs(const T* x, int64_t rows, int64_t columns, bool pairs, int64_t x_step = 0) : Inputs(rows, columns, pairs) {
     if (!x_step) x_step = columns;
     for (int64_t row = 0; row < rows; ++row)
       each_vector(0, columns, [&](int64_t d, int64_t count) { store(&wide[row * step + d], some(x + row * x_step + d, count)); });
   }
 
-  // Whether lanes are outputs, for weights of a type.
-  template <class T> bool many() const { return rows > FEW && sizeof(T) < sizeof(float); }
+  // Whether lanes are outputs.
+  bool many() const { return rows > FEW; }
+
+  // Numbers are as they stay: products may come.
+  void ready() {
+    for (int64_t i = 0; pairs && i < wide.size(); i += LANES)
+      store_rounded((BFloat16*)narrow.data() + i, load(&wide[i]), LANES);
+  }
+
+  const float* cells(int64_t row, int64_t column, float) const { return &wide[row * step + column]; }
+#ifdef __AVX512BF16__
+  const Pair* cells(int64_t row, int64_t column, Pair) const { return (const Pair*)&narrow[(row * step + column) / 2]; }
+#endif
 };
 
 template <class T> class Product {
@@ -113,20 +116,19 @@ template <class T> class Product {
         out(out), out_step(out_step) {}
 
   // Outputs that are computed side by side.
-  static int64_t block(const Inputs& x) { return x.many<T>() ? WIDENED : SIDE; }
+  static int64_t block(const Inputs& x) { return x.many() ? TILE_OUTPUTS : SIDE; }
   static int64_t blocks(const Inputs& x, int64_t outputs) { return (outputs + block(x) - 1) / block(x); }
 
   // Floats that a thread needs for it.
   static int64_t scratch(const Inputs& x) {
-    return x.many<T>() ? WIDENED * (PIECE + 2 * x.rows) : 0;
+    return x.many() ? TILE_OUTPUTS * (PIECE + 2 * x.rows) : 0;
   }
 
   // Those of some blocks.
   void compute(int64_t first, int64_t last, float* memory) const {
     const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
-    if constexpr (sizeof(T) < sizeof(float))
-      if (x.many<T>()) return compute_many(begin, end, memory);
-    compute_few(begin, end);
+    if (!x.many()) return compute_few(begin, end);
+    with_cell<T>(x.pairs, [&](auto cell) { compute_many<decltype(cell)>(begin, end, memory); });
   }
 
  private:
@@ -165,56 +167,90 @@ template <class T> class Product {
     return R;
   }
 
-  void compute_many(int64_t begin, int64_t end, float* memory) const {
-    float *const widened = memory, *const run = widened + WIDENED * PIECE, *const total = run + WIDENED * x.rows;
-    for (int64_t at = begin; at < end; at += WIDENED) {
-      const int64_t count = std::min(WIDENED, end - at), next = at + 2 * WIDENED <= end ? WIDENED * step : 0;
-      for (int64_t first = 0; first < x.columns; first += PIECES_RUN) {
-        const int64_t stop = std::min(first + PIECES_RUN, x.columns);
+  template <class Cell> void compute_many(int64_t begin, int64_t end, float* memory) const {
+    constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>;
+    Cell* const tile = (Cell*)memory;
+    float *const run = memory + TILE_OUTPUTS * PIECE, *const total = run + TILE_OUTPUTS * x.rows;
+    if (!x.columns) std::fill_n(total, x.rows * TILE_OUTPUTS, 0.0f);
+    for (int64_t at = begin; at < end; at += TILE_OUTPUTS) {
+      const int64_t count = std::min(TILE_OUTPUTS, end - at), next = at + 2 * TILE_OUTPUTS <= end ? TILE_OUTPUTS * step : 0;
+      for (int64_t first = 0; first < x.columns; first += PIECES_RUN<T>) {
+        const int64_t stop = std::min(first + PIECES_RUN<T>, x.columns);
         float* const sums = first ? run : total;
-        for (int64_t d = first; d < stop; d += PIECE) {
-          const int64_t length = std::min(PIECE, stop - d);
-          widen(weight + at * step + d, count, length, next, widened);
-          for (int64_t row = 0; row < x.rows;) {
+        for (int64_t d = first; d < stop; d += COLUMNS) {
+          const int64_t length = std::min(COLUMNS, stop - d);
+          const T* const from = weight + at * step + d;
+          pack(from, count, length, tile);
+          // A column of lines of the next outputs is fetched with each product, as far as there are so many.
+          int64_t ahead = next ? 0 : length;
+          for (int64_t row = 0; row < x.rows; ahead += LINE_BYTES / sizeof(T)) {
             const int64_t left = x.rows - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
             const int64_t now = (left + parts - 1) / parts;
-            multiply_rows<SIDE_BY_SIDE>(now, &x.wide[row * x.step + d], widened, length, sums + row * WIDENED, d == first);
+            multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, in_cells<Cell>(length),
+                                        sums + row * TILE_OUTPUTS, d == first, ahead < length ? from + next + ahead : nullptr);
             row += now;
           }
+          for (; ahead < length; ahead += LINE_BYTES / sizeof(T))
+            for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(from + next + row * step + ahead);
         }
-        for (int64_t i = 0; first && i < x.rows * WIDENED; i += LANES) store(total + i, load(total + i) + load(run + i));
+        for (int64_t i = 0; first && i < x.rows * TILE_OUTPUTS; i += LANES) store(total + i, load(total + i) + load(run + i));
       }
       for (int64_t row = 0; row < x.rows; ++row)
         each_vector(0, count, [&](int64_t i, int64_t lanes) {
-          Floats found = load(total + row * WIDENED + i);
+          Floats found = load(total + row * TILE_OUTPUTS + i);
           if (bias) found += some(bias + at + i, lanes);
           store_rounded(out + row * out_step + at + i, found, lanes);
         });
     }
   }
 
-  // So many of the weight's rows, and columns, to [columns, WIDENED]; those rows that come `next` elements on are fetched.
-  void widen(const T* from, int64_t rows, int64_t columns, int64_t next, float* to) const {
-    const int64_t whole = columns / 8 * 8;
-    if (next)
-      for (int64_t row = 0; row < WIDENED; ++row)
-        for (int64_t d = 0; d < columns; d += 64 / sizeof(T)) __builtin_prefetch(from + next + row * step + d, 0, 2);
+  static void fetch(const T* from) { __builtin_prefetch(from, 0, 2); }
+
+  // Cells of so many of the weight's rows, and columns, [columns, TILE_OUTPUTS].
+  template <class Cell> void pack(const T* from, int64_t rows, int64_t columns, Cell* to) const {
+    constexpr int64_t EACH = 4 * sizeof(float) / sizeof(T);
+    const int64_t whole = columns / EACH * EACH;
     int64_t row = 0;
     for (; row + LANES <= rows; row += LANES)
-      for (int64_t d = 0; d < whole; d += 8) {
+      for (int64_t d = 0; d < whole; d += EACH) {
         Words words[4];
         across((const char*)(from + row * step + d), step * sizeof(T), words);
-        for (int i = 0; i < 8; ++i) store(to + (d + i) * WIDENED + row, number(words[i / 2], i % 2, T{}));
+        for (int i = 0; i < 4; ++i) store_words(words[i], to + (d + i * EACH / 4) / NUMBERS<Cell> * TILE_OUTPUTS + row);
       }
     for (int64_t i = 0; i < rows; ++i)
-      for (int64_t d = i < row ? whole : 0; d < columns; ++d) to[d * WIDENED + i] = scalar(from + i * step + d);
+      for (int64_t d = i < row ? whole : 0; d < columns; ++d) store_number(from + i * step + d, d, to + i);
   }
 
-  // The products of so many rows, R at most.
-  template <int R>
-  void multiply_rows(int64_t rows, const float* own, const float* widened, int64_t columns, float* sums, bool fresh) const {
-    if (rows == R) return product<R, 2, false>(own, x.step, 1, widened, WIDENED, columns, sums, WIDENED, nullptr, fresh);
-    if constexpr (R > 1) multiply_rows<R - 1>(rows, own, widened, columns, sums, fresh);
+  // What is in a word of each of LANES rows, and a number of the column `d`.
+  static void store_words(Words words, float* to) {
+    if constexpr (std::is_same_v<T, float>)
+      store(to, (Floats)words);
+    else
+      for (int i = 0; i < 2; ++i) store(to + i * TILE_OUTPUTS, number(words, i, T{}));
+  }
+  static void store_number(const T* from, int64_t d, float* to) { to[d * TILE_OUTPUTS] = scalar(from); }
+#ifdef __AVX512BF16__
+  static void store_words(Words words, Pair* to) { store(to, words); }
+  static void store_number(const T* from, int64_t d, Pair* to) {
+    Pair& pair = to[d / 2 * TILE_OUTPUTS];
+    // Behind the last number of a row comes none.
+    if (d % 2)
+      pair.high = *from;
+    else
+      pair = {*from, {}};
+  }
+#endif
+
+  // The products of so many rows, R at most; what lies `ahead`, in as many rows as there are cells, is fetched meanwhile.
+  template <int R, class Cell>
+  void multiply_rows(int64_t rows, const Cell* own, const Cell* tile, int64_t cells, float* sums, bool fresh,
+                     const T* ahead) const {
+    const auto call = [&](auto beside) {
+      product<R, 2, false>(own, x.step / NUMBERS<Cell>, 1, tile, TILE_OUTPUTS, cells, sums, TILE_OUTPUTS, nullptr, fresh,
+                           beside);
+    };
+    if (rows == R) return ahead ? call([&](int i) { fetch(ahead + i * step); }) : call(Nothing{});
+    if constexpr (R > 1) multiply_rows<R - 1>(rows, own, tile, cells, sums, fresh, ahead);
   }
 };
 
@@ -222,7 +258,7 @@ template <class T> class Product {
 template <class Compute> void divide(int64_t blocks, int64_t work, int threads, int64_t scratch, Compute compute) {
   const int64_t workers = work < LEAST_WORK ? 1 : std::min<int64_t>(threads, blocks);
   // Nothing may be thrown where several threads are.
-  std::vector<float> memory(std::max<int64_t>(workers, 1) * scratch);
+  Space<float> memory(std::max<int64_t>(workers, 1) * scratch);
   if (workers <= 1) return compute((int64_t)0, blocks, memory.data());
 #pragma omp parallel for num_threads(workers) schedule(static, 1)
   for (int64_t own = 0; own < workers; ++own)

@@ -31,8 +31,8 @@ class Moments {
   }
 
   // What all ranks have, [ranks, elements].
-  template <class T> std::vector<T> gathered(Part part, Channel& channel, const std::vector<T>& own) {
-    std::vector<T> all(channel.ranks * own.size());
+  template <class T> Space<T> gathered(Part part, Channel& channel, const Space<T>& own) {
+    Space<T> all(channel.ranks * own.size());
     of(part, [&] { exchange(channel, own.data(), own.size() * sizeof(T), all.data()); });
     return all;
   }
@@ -48,10 +48,10 @@ void project_together(const Layer& layer, const Ranks& ranks, int64_t rows, cons
                       T* packed, Moments& moments) {
   Channel& channel = *ranks.inputs;
   const int64_t width = ranks.widths[channel.own], widest = *std::max_element(ranks.widths, ranks.widths + channel.ranks);
-  std::vector<T> found(rows * width), own(rows * widest);
+  Space<T> found(rows * width), own(rows * widest);
   project(layer, rows, x, threads, found.data());
   for (int64_t row = 0; row < rows; ++row) std::copy_n(&found[row * width], width, &own[row * widest]);
-  const std::vector<T> all = moments.gathered(INPUTS, channel, own);
+  const Space<T> all = moments.gathered(INPUTS, channel, own);
   for (int64_t rank = 0, first = 0; rank < channel.ranks; first += ranks.widths[rank++])
     for (int64_t row = 0; row < rows; ++row)
       std::copy_n(&all[(rank * rows + row) * widest], ranks.widths[rank], packed + row * columns + first);
@@ -62,7 +62,7 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
                  const T* sin, float scale, int threads, T* out, Moments& moments) {
   const int64_t dim = layer.head_dim, width = layer.heads * dim, columns = width + 2 * layer.kv_heads * dim;
   const int64_t hidden = layer.hidden;
-  std::vector<T> packed(rows * columns), attended(rows * width);
+  Space<T> packed(rows * columns), attended(rows * width);
   if (ranks.inputs)
     project_together(layer, ranks, rows, x, threads, columns, packed.data(), moments);
   else
@@ -70,37 +70,41 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
   rotate_all(layer, rows, cos, sin, threads, packed.data());
 
   const auto heads = [&](int64_t first) { return Heads{&packed[first], dim, columns}; };
-  const Step step{rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width), heads(width + layer.kv_heads * dim)};
+  const Step step{layer.pairs, rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width),
+                  heads(width + layer.kv_heads * dim)};
   const auto attend = [&](bool partial, void* to) {
     moments.of(ATTENTION, [&] {
       attend_step<T>(step, held, scale, nullptr, partial, threads, to);
     });
   };
   if (ranks.attention) {
-    std::vector<float> own(rows * layer.heads * (dim + 1));
+    Space<float> own(rows * layer.heads * (dim + 1));
     attend(true, own.data());
-    const std::vector<float> all = moments.gathered(PARTIAL, *ranks.attention, own);
+    const Space<float> all = moments.gathered(PARTIAL, *ranks.attention, own);
     merge_parts(all.data(), ranks.attention->ranks, rows * layer.heads, layer.heads, dim, nullptr, attended.data());
   } else {
     attend(false, attended.data());
   }
 
   if (ranks.outputs) {
-    std::vector<T> own(rows * hidden);
+    Space<T> own(rows * hidden);
     if (ranks.outputs_columns) {
-      Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, width);
+      Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, layer.pairs, width);
+      inputs.ready();
       products(inputs, &layer.o, 1, threads, own.data());
+    } else {
+      std::fill_n(own.data(), own.size(), T{});
     }
-    const std::vector<T> all = moments.gathered(OUTPUTS, *ranks.outputs, own);
-    attended.resize(rows * hidden);
+    const Space<T> all = moments.gathered(OUTPUTS, *ranks.outputs, own);
+    attended = Space<T>(rows * hidden);
     add_parts<T>(layer, rows, all.data(), ranks.outputs->ranks, ranks.outputs_bias, nullptr, attended.data());
   }
 
-  std::vector<T> middle(rows * hidden), own(ranks.feed_forward ? rows * hidden : 0);
+  Space<T> middle(rows * hidden), own(ranks.feed_forward ? rows * hidden : 0);
   feed_forward(layer, rows, x, attended.data(), ranks.outputs, !ranks.feed_forward, threads, middle.data(),
                ranks.feed_forward ? own.data() : out);
   if (ranks.feed_forward) {
-    const std::vector<T> all = moments.gathered(FEED_FORWARD, *ranks.feed_forward, own);
+    const Space<T> all = moments.gathered(FEED_FORWARD, *ranks.feed_forward, own);
     add_parts(layer, rows, all.data(), ranks.feed_forward->ranks, ranks.feed_forward_bias, middle.data(), out);
   }
 }
@@ -124,11 +128,11 @@ extern "C" int megakv_token_layers(const TokenLayer* layers, const Held* held, i
     return typed(layers->layer->type, [&](auto like) {
       typedef decltype(like) T;
       // By turns: a layer's results are the next one's hidden states.
-      std::vector<T> turns[2];
+      Space<T> turns[2]{Space<T>(0), Space<T>(0)};
       const T* from = (const T*)x;
       for (int64_t i = 0; i < count; ++i) {
-        std::vector<T>& own = turns[i % 2];
-        if (i + 1 < count) own.resize(rows * layers[i].layer->hidden);
+        Space<T>& own = turns[i % 2];
+        if (i + 1 < count && !own.size()) own = Space<T>(rows * layers[i].layer->hidden);
         T* const to = i + 1 < count ? own.data() : (T*)out;
         Moments moments(at + 2 * PARTS * i, begun);
         token_layer(*layers[i].layer, *layers[i].ranks, held[i], rows, from, (const T*)cos, (const T*)sin,

@@ -12,7 +12,8 @@ namespace {
 enum Activation { SILU, GELU, GELU_TANH };
 
 struct Layer {
-  int64_t type;  // 0 float32, 1 bfloat16, 2 float16
+  int64_t type;   // 0 float32, 1 bfloat16, 2 float16
+  int64_t pairs;  // many rows of bfloat16 are multiplied by pairs
   int64_t hidden, heads, kv_heads, head_dim, activation;
   const void *input_norm, *output_norm, *q_norm, *k_norm;  // of the last two none, or one for each column of a head
   float input_eps, output_eps, q_eps, k_eps;
@@ -122,11 +123,12 @@ void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const 
 
 // This rank's queries, keys and values, before rotary embeddings, of hidden states.
 template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
-  Inputs inputs(x, rows, layer.hidden);
+  Inputs inputs(x, rows, layer.hidden, layer.pairs);
   for (int64_t row = 0; row < rows; ++row) {
     float* const own = &inputs.wide[row * inputs.step];
     normalise(own, layer.hidden, (const T*)layer.input_norm, layer.input_eps);
   }
+  inputs.ready();
   const Linear linears[] = {layer.q, layer.k, layer.v};
   products(inputs, linears, 3, threads, out);
 }
@@ -153,13 +155,14 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
                   int threads, T* middle, T* out) {
   const int64_t hidden = layer.hidden, width = layer.gate.outputs;
   const T* added = attended;
-  std::vector<T> found(projected ? 0 : rows * hidden);
+  Space<T> found(projected ? 0 : rows * hidden);
   if (!projected) {
-    Inputs inputs(attended, rows, layer.heads * layer.head_dim);
+    Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs);
+    inputs.ready();
     products(inputs, &layer.o, 1, threads, found.data());
     added = found.data();
   }
-  Inputs inputs(x, rows, hidden);
+  Inputs inputs(x, rows, hidden, layer.pairs);
   for (int64_t row = 0; row < rows; ++row) {
     float* const own = &inputs.wide[row * inputs.step];
     T* const sum = middle + row * hidden;
@@ -170,8 +173,9 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
     });
     normalise(own, hidden, (const T*)layer.output_norm, layer.output_eps);
   }
-  Inputs inner(rows, width);
-  std::vector<T> gate(rows * width), up(rows * width);
+  inputs.ready();
+  Inputs inner(rows, width, layer.pairs);
+  Space<T> gate(rows * width), up(rows * width);
   const Product<T> gates(inputs, layer.gate, gate.data(), width), ups(inputs, layer.up, up.data(), width);
   const int64_t each = Product<T>::block(inputs);
   divide(Product<T>::blocks(inputs, width), 2 * rows * hidden * width, threads, Product<T>::scratch(inputs),
@@ -182,6 +186,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
              gated(&gate[row * width], &up[row * width], first * each, std::min(last * each, width),
                    layer.activation, &inner.wide[row * inner.step]);
          });
+  inner.ready();
   products(inner, &layer.down, 1, threads, out);
   if (whole)
     each_vector(0, rows * hidden, [&](int64_t d, int64_t count) {

@@ -1,8 +1,7 @@
 // Attention of many query rows: see prefill.h.
 
-#include <new>
-
 #include "prefill.h"
+#include "rounding.h"
 
 using namespace many;
 
@@ -11,20 +10,12 @@ using namespace many;
 // Returns 0, or 1 if there is no memory for tiles.
 extern "C" int megakv_prefill(const Problem* problem, const void* q, const void* k, const void* v, int threads,
                               float* out, float* lse) {
-  try {
-    const auto call = [&](auto type, auto cell) {
-      prefill<decltype(type), decltype(cell)>(*problem, q, k, v, threads, out, lse);
-    };
-#ifdef __AVX512BF16__
-    if (problem->pairs) return call(BFloat16{}, Pair{}), 0;
-#endif
-    if (problem->type == 0) call(float{}, float{});
-    if (problem->type == 1) call(BFloat16{}, float{});
-    if (problem->type == 2) call(Float16{}, float{});
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+  return typed(problem->type, [&](auto like) {
+    typedef decltype(like) T;
+    with_cell<T>(problem->pairs, [&](auto cell) {
+      prefill<T, decltype(cell)>(*problem, q, k, v, threads, out, lse);
+    });
+  });
 }
 
 // Whether a problem's `pairs` can be other than 0: compiled so, and on a processor that has them.

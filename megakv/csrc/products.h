@@ -18,11 +18,15 @@ constexpr int ROWS = 6, COLUMNS = 2;
 #endif
 constexpr int TWICE_ROWS = 2 * ROWS, SUMS = ROWS * COLUMNS;
 
+struct Nothing {
+  void operator()(int) const {}
+};
+
 // to[r][c] = keep[r] * to[r][c] + sum over i of a[r * a_row + i * a_next] * b[i * b_step + c] for R rows and C vectors;
-// a product of two cells is that of their numbers, summed up.
-template <int R, int C, bool SCALED, class Cell>
+// a product of two cells is that of their numbers, summed up. What is done beside(i) meanwhile should be little.
+template <int R, int C, bool SCALED, class Cell, class Beside = Nothing>
 inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_step, int count, float* to,
-                    int to_step, const float* keep, bool fresh) {
+                    int to_step, const float* keep, bool fresh, Beside beside = {}) {
   // Unrolled, so that the sums are in registers from beginning to end.
   Floats sum[R][C];
 #pragma GCC unroll 16
@@ -35,6 +39,7 @@ inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_s
 #pragma GCC unroll 4
       for (int c = 0; c < C; ++c) sum[r][c] *= keep[r];
   for (int i = 0; i < count; ++i) {
+    beside(i);
     decltype(load(b)) value[C];
 #pragma GCC unroll 4
     for (int c = 0; c < C; ++c) value[c] = load(b + (int64_t)i * b_step + c * LANES);

@@ -2,11 +2,28 @@
 
 #pragma once
 
+#include <memory>
 #include <new>
 
 #include "vectors.h"
 
 namespace {
+
+// Memory for so many numbers, whatever they are at first: a vector would write each of them.
+template <class T> class Space {
+ public:
+  explicit Space(int64_t count) : numbers(count ? new T[count] : nullptr), count(count) {}
+
+  T* data() { return numbers.get(); }
+  const T* data() const { return numbers.get(); }
+  int64_t size() const { return count; }
+  T& operator[](int64_t i) { return numbers[i]; }
+  const T& operator[](int64_t i) const { return numbers[i]; }
+
+ private:
+  std::unique_ptr<T[]> numbers;
+  int64_t count;
+};
 
 inline float rounded(float value, float) { return value; }
 

@@ -14,7 +14,11 @@ struct Heads {
   int64_t head, row;
 };
 
+// Rows of queries of a KV head up to which weights are not rounded, as where a kernel of their own attends to them.
+constexpr int64_t FEW_QUERIES = 32;
+
 struct Step {
+  int64_t pairs;  // as of a `many::Problem`, for sequences with many rows
   int64_t rows, heads, kv_heads, key_dim, value_dim;
   Heads q, k, v;
 };
@@ -45,9 +49,7 @@ template <class T> void append(const Run* run, int64_t behind, int64_t index, co
 }
 
 template <class T> void widen(const T* from, int64_t dim, float* to) {
-  int64_t i = 0;
-  for (; i + LANES <= dim; i += LANES) store(to + i, load(from + i));
-  for (; i < dim; ++i) to[i] = scalar(from + i);
+  each_vector(0, dim, [&](int64_t i, int64_t lanes) { store_rounded(to + i, some(from + i, lanes), lanes); });
 }
 
 // Without the first keys of a sequence.
@@ -65,7 +67,7 @@ template <class T> void skip(Run* run, const Run* end, int64_t keys) {
 float share(float lse, const float* sink) { return sink ? 1.0f / (1.0f + std::exp(*sink - lse)) : 1.0f; }
 
 template <class T> void finish(const float* from, int64_t dim, float factor, T* to) {
-  for (int64_t i = 0; i < dim; ++i) to[i] = rounded(from[i] * factor, T{});
+  each_vector(0, dim, [&](int64_t i, int64_t lanes) { store_rounded(to + i, some(from + i, lanes) * factor, lanes); });
 }
 
 // What rows of queries found so far: [rows, heads, value_dim], and the log-sum-exp of each.
@@ -83,7 +85,10 @@ struct Found {
       const float kept = std::exp(own - base), added = std::exp(other.lse[row] - base), total = kept + added;
       if (!total) continue;
       float* const to = &out[(first + row) * dim];
-      for (int64_t i = 0; i < dim; ++i) to[i] = (kept * to[i] + added * other.out[row * dim + i]) / total;
+      const float* const from = &other.out[row * dim];
+      each_vector(0, dim, [&](int64_t i, int64_t lanes) {
+        store_rounded(to + i, (kept * some(to + i, lanes) + added * some(from + i, lanes)) / total, lanes);
+      });
       own = base + std::log(total);
     }
   }
@@ -139,7 +144,9 @@ void attend_several(const Step& s, const Held& held, int64_t sequence, int64_t b
     p.k_head = run->k_head, p.k_step = run->k_step, p.v_head = run->v_head, p.v_step = run->v_step;
     p.low = first.data(), p.high = last.data(), p.scale = scale;
     Found own(s, count);
-    many::prefill<T, float>(p, row<T>(s.q, 0, begin), run->k, run->v, threads, own.out.data(), own.lse.data());
+    with_cell<T>(s.pairs && p.group * count > FEW_QUERIES, [&](auto cell) {
+      many::prefill<T, decltype(cell)>(p, row<T>(s.q, 0, begin), run->k, run->v, threads, own.out.data(), own.lse.data());
+    });
     found.merge(begin * s.heads, own, s.value_dim);
   }
 }
@@ -185,18 +192,18 @@ template <class T>
 void merge_parts(const float* partial, int64_t parts, int64_t rows, int64_t heads, int64_t dim, const float* sinks,
                  T* out) {
   const int64_t step = rows * (dim + 1);
-  std::vector<float> merged(dim);
+  std::vector<float> merged(dim), weights(parts);
   for (int64_t row = 0; row < rows; ++row) {
     const float* own = partial + row * (dim + 1);
     float top = own[dim], total = 0;
     for (int64_t part = 1; part < parts; ++part) top = std::max(top, own[part * step + dim]);
     const float base = finite(top);
-    std::fill(merged.begin(), merged.end(), 0.0f);
-    for (int64_t part = 0; part < parts; ++part) {
-      const float weight = std::exp(own[part * step + dim] - base);
-      total += weight;
-      for (int64_t i = 0; i < dim; ++i) merged[i] += weight * own[part * step + i];
-    }
+    for (int64_t part = 0; part < parts; ++part) total += weights[part] = std::exp(own[part * step + dim] - base);
+    each_vector(0, dim, [&](int64_t i, int64_t lanes) {
+      Floats sum{};
+      for (int64_t part = 0; part < parts; ++part) sum += weights[part] * some(own + part * step + i, lanes);
+      store_rounded(&merged[i], sum, lanes);
+    });
     const float factor = total ? share(base + std::log(total), sinks ? sinks + row % heads : nullptr) / total : 0.0f;
     finish(merged.data(), dim, factor, out + row * dim);
   }

@@ -76,6 +76,23 @@ inline Floats load(const Float16* from) {
 #endif
 }
 
+// The first lanes, and zeros for the others.
+template <class T> inline Floats load(const T* from, int64_t count) {
+  T lanes[LANES] = {};
+  std::memcpy(lanes, from, count * sizeof(T));
+  return load(lanes);
+}
+
+// Calls with every vector of a row's columns: where it begins, and how many of its lanes there are.
+template <class Call> inline void each_vector(int64_t begin, int64_t end, Call call) {
+  for (; begin + LANES <= end; begin += LANES) call(begin, (int64_t)LANES);
+  if (begin < end) call(begin, end - begin);
+}
+
+template <class T> inline Floats some(const T* from, int64_t count) {
+  return count == LANES ? load(from) : load(from, count);
+}
+
 template <class T> inline float scalar(const T* from) {
   T lanes[LANES] = {*from};
   return load(lanes)[0];

@@ -71,7 +71,7 @@ class ForwardHooks:
             planner.slices = self._slices.gains
         self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer)
         if in_memory:
-            runtime.few_rows = products.most_rows
+            runtime.few_rows, runtime.pairs = products.most_rows, products.pairs
             # A turn that may be compressed is not computed so.
             if self._slices is not None and runtime.compressor is None and self._layers.meet_in_memory():
                 runtime.planner.sliced_rows = products.most_rows

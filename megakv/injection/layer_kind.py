@@ -131,6 +131,27 @@ def activation(function: Any) -> int | None:
     kind = type(function)
     if kind.__name__ not in ACTIVATION_TYPES or not kind.__module__.startswith(("torch.", "transformers.")):
         return None
+    # What makes two of them alike: they have no weights.
+    settings = [(name, value) for name, value in vars(function).items() if not name.startswith("_")]
+    return _activation(_Alike(function, (kind, kind.forward, kind.__call__, *settings)))
+
+
+class _Alike:
+    """An activation that counts as another one of the same traits."""
+
+    def __init__(self, function: Any, traits: tuple[Any, ...]):
+        self.function, self._traits = function, traits
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Alike) and self._traits == other._traits
+
+    def __hash__(self) -> int:
+        return hash(self._traits)
+
+
+@functools.lru_cache(maxsize=16)
+def _activation(alike: _Alike) -> int | None:
+    function = alike.function
     values = torch.cat([torch.linspace(-9, 9, 257, device="cpu"), torch.tensor([-3e4, -40.0, 40.0, 3e4], device="cpu")])
     try:
         with torch.no_grad():
@@ -156,6 +177,16 @@ def linears(layer: Any) -> list[Any]:
     return [module._modules[name] for module, names in parts for name in names]
 
 
+def modules_of(module: nn.Module) -> list[nn.Module]:
+    """It and all that are within it, once for each place: `nn.Module.modules` takes ten times as long."""
+    found = [module]
+    for each in found:
+        # The list grows meanwhile.
+        if each._modules:
+            found += filter(None, each._modules.values())
+    return found
+
+
 def is_known(layer: Any) -> bool:
     """Whether a decoder layer is of the kind, in a type and of shapes that the compiled calls know, as it is now."""
     children = layer._modules
@@ -167,8 +198,11 @@ def is_known(layer: Any) -> bool:
         return False
     if feed_forward.keys() - {ACTIVATION} != set(FEED_FORWARD):
         return False
-    inside = [module for module in layer.modules() if module is not layer]
-    if any(_altered(module) for module in inside) or _global_hooks() or not _is_torch_s(nn.Linear.forward):
+    if (
+        any(_altered(module) for module in modules_of(layer)[1:])
+        or _global_hooks()
+        or not _is_torch_s(nn.Linear.forward)
+    ):
         return False
     *inputs, output, gate, up, down = linears(layer)
     if any(type(linear) is not nn.Linear for linear in (*inputs, gate, up)):

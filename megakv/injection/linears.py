@@ -19,11 +19,12 @@ from transformers import PreTrainedModel
 
 from megakv.attention.linear import FEW_ROWS as KERNEL_ROWS
 from megakv.attention.linear import load_linear, times_as_fast
+from megakv.attention.prefill import load_prefill
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 FEW_ROWS = 64
-"""Rows up to which a product goes through `rows_product`."""
+"""Rows up to which a product goes through `rows_product` in any case."""
 ROW_STEP = 8
 """Of 16-bit rows, PyTorch's product is given a multiple of so many: oneDNN keeps code, some 250 KB, for every number of
 rows that it has seen, and a server sees all."""
@@ -39,17 +40,21 @@ LEAST_WEIGHT = 1 << 16
 class Products:
     """How products are computed on processors, alike on all ranks: rounding must not differ where ranks do the same.
 
-    The compiled kernel takes up to `most_rows`; `widens` says whether more are multiplied in float32.
+    The compiled kernel takes up to `most_rows`, and multiplies bfloat16 by `pairs`, or widened; `widens` says whether
+    more are multiplied in float32.
     """
 
     most_rows: int = KERNEL_ROWS
+    pairs: bool = False
     widens: bool = False
 
     @classmethod
     def measured(cls, dtype: torch.dtype) -> Products:
         """What is fastest here, by products that take milliseconds."""
-        kernel, _ = load_linear()
-        return cls(KERNEL_ROWS if kernel is None else kernel.most_rows(dtype), widening_pays(dtype))
+        (kernel, _), (attention, _) = load_linear(), load_prefill()
+        pairs = attention is not None and attention.rounds(dtype)
+        most_rows = KERNEL_ROWS if kernel is None else kernel.most_rows(dtype, pairs=pairs)
+        return cls(most_rows, pairs, widening_pays(dtype))
 
 
 PLAIN = Products()
@@ -68,7 +73,7 @@ def rows_product(
     """
     kernel, _ = load_linear()
     if kernel is not None and kernel.computes(x, weight, bias, products.most_rows):
-        return kernel(x, weight, bias)
+        return kernel(x, weight, bias, pairs=products.pairs)
     return padded_product(x, weight, bias)
 
 
@@ -106,9 +111,9 @@ def widening_pays(dtype: torch.dtype) -> bool:
     return times_as_fast(F.linear, widened_product, x, weight) >= LEAST_GAIN
 
 
-def few_rows(x: Tensor) -> bool:
+def few_rows(x: Tensor, products: Products = PLAIN) -> bool:
     """Whether an input has so few rows that its product goes through `rows_product`."""
-    return x.numel() <= FEW_ROWS * x.shape[-1] and not autocast(x)
+    return x.numel() <= max(FEW_ROWS, products.most_rows) * x.shape[-1] and not autocast(x)
 
 
 def autocast(x: Tensor) -> bool:
@@ -129,7 +134,7 @@ class FewRowsForward:
         """``[..., in]`` to ``[..., out]``."""
         if self.sliced is not None and (out := self.sliced(x)) is not None:
             return out
-        if few_rows(x):
+        if few_rows(x, self.products):
             return self._whole(x, functools.partial(rows_product, products=self.products))
         if x.device.type != "cpu" or x.element_size() != 2 or x.dtype != self.linear.weight.dtype or autocast(x):
             return self.before(x)

@@ -20,7 +20,7 @@ from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLa
 from megakv.distributed.comm import Over
 from megakv.forward_pass import ForwardPass
 from megakv.injection.interface import attend_of, described_mask, scoring_of
-from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known
+from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known, modules_of
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, autocast
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
@@ -90,8 +90,9 @@ class TokenLayer:
         if not is_known(self.layer):
             self._attention, self._plans = None, {}
             return
-        parameters, attention = list(self.layer.parameters()), self.layer.self_attn
-        norms = (getattr(module, "variance_epsilon", None) for module in self.layer.modules())
+        modules, attention = modules_of(self.layer), self.layer.self_attn
+        parameters = [own for module in modules for own in module._parameters.values() if own is not None]
+        norms = (vars(module).get("variance_epsilon") for module in modules)
         settings = [*norms, attention.head_dim, attention.scaling, self.layer.mlp.act_fn]
         seen = [parameter.data_ptr() for parameter in parameters], settings, self._runtime.comm.channels
         if self._attention is not attention or seen != self._seen:
@@ -243,6 +244,7 @@ class TokenLayer:
             kv_heads=attention.k_proj.weight.shape[0] // dim,
             head_dim=dim,
             activation=activation(feed_forward.act_fn) or 0,
+            pairs=self._products.pairs,
             input_norm=_norm(self.layer.input_layernorm),
             output_norm=_norm(self.layer.post_attention_layernorm),
             **fields,

@@ -13,8 +13,11 @@ from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.attention.step import RowTable, TokenStep, load_step
 from megakv.cache.dense import DenseStore
+from tests.pairs import without_pairs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FEW_QUERIES = 32
+"""Of a KV head, up to which weights are never rounded."""
 
 
 @pytest.fixture
@@ -91,6 +94,7 @@ def compare(kernel, dtype):
     if torch.rand(()) < 0.5:
         q = q.transpose(1, 2).contiguous().transpose(1, 2)
     window = between(1, length + 9) if torch.rand(()) < 0.5 else None
+    pairs = not without_pairs() and bool(torch.rand(()) < 0.5)
     sinks = torch.randn(heads).to(dtype) if torch.rand(()) < 0.5 else None
     scoring = Scoring(dim**-0.5, window)
     # Which rank has a token is drawn; only its owner has a new one.
@@ -109,7 +113,7 @@ def compare(kernel, dtype):
             parts.append(partial)
             return torch.stack(parts)
 
-        step = TokenStep(kernel, bounds, stored, seen, gather if ranks > 1 else None, compute)
+        step = TokenStep(kernel, bounds, stored, seen, gather if ranks > 1 else None, compute, pairs=pairs)
         assert step.computes(q, *new, scoring)
         results.append(step.attend(0, store, q, *new, scoring, sinks))
         for b, slots in enumerate(own):
@@ -125,7 +129,10 @@ def compare(kernel, dtype):
         if sinks is not None:
             expected = add_sinks(expected, lse, sinks)
         error = (found[0, row].double() - expected[:, 0]).abs()
-        assert (error <= 0.5001 * torch.finfo(dtype).eps * expected[:, 0].abs() + 4e-6).all()
+        rounds = pairs and dtype == torch.bfloat16 and group * counts[b] > FEW_QUERIES
+        # Weights that are rounded are a unit off, but no sum of values is, by more than half of one of the largest.
+        added = 0.5 * torch.finfo(dtype).eps * v[b].double().abs().max() if rounds else 0.0
+        assert (error <= 0.5001 * torch.finfo(dtype).eps * expected[:, 0].abs() + 4e-6 + added).all()
 
 
 def test_what_it_does_not_compute(kernel):

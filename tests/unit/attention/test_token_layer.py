@@ -1,6 +1,7 @@
 """A whole layer of a step of decoding in one compiled call, on ranks that divide it, against float64."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,7 @@ from megakv.attention.reference import dense_attention
 from megakv.attention.step import RowTable, TokenStep, load_step
 from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.ledger import Ledger
+from tests.pairs import without_pairs
 from tests.unit.test_channel import channels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -59,7 +61,8 @@ class Drawn:
         sizes = {"hidden": between(1, 100), "heads": kv_heads * between(1, 4), "kv_heads": kv_heads}
         sizes |= {"head_dim": 2 * between(1, 30), "width": between(1, 150)}
         activation = between(0, len(ACTIVATIONS) - 1)
-        self.weights = random_layer(dtype, torch.default_generator, activation=activation, **sizes)
+        weights = random_layer(dtype, torch.default_generator, activation=activation, **sizes)
+        self.weights = replace(weights, pairs=not without_pairs() and bool(torch.rand(()) < 0.5))
         self.dim, self.scale = sizes["head_dim"], sizes["head_dim"] ** -0.5
         self.ranks, self.batch, length = between(1, 3), between(1, 24), between(1, 90)
         shape = (self.batch, kv_heads, length, self.dim)

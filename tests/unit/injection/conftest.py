@@ -6,6 +6,15 @@ import pytest
 
 from megakv.attention.layer import load_layer
 from megakv.attention.token_layer import WholeLayersCall
+from megakv.injection.linears import Products
+
+
+@pytest.fixture(autouse=True)
+def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Products:
+    """How products are computed: not as was measured, but as a test says with `parametrize`, or by few rows alone."""
+    found: Products = getattr(request, "param", Products())
+    monkeypatch.setattr(Products, "measured", classmethod(lambda cls, dtype: found))
+    return found
 
 
 @pytest.fixture
