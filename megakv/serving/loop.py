@@ -208,6 +208,7 @@ class ServingLoop:
             self._kv = measured_memory(self._comm, nbytes, self._settings.kv_tokens, room)
         if self._mesh.rank != 0:
             return
+        self._times.few = self._engine.most_mixed
         self._times.add(PassSize(sequences=1, context=len(prompt)), seconds[-1])
         tree, layers = self._tree(), len(cache)
         scheduler = Scheduler(self._settings, self._times, layers, most_mixed=self._engine.most_mixed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
 
@@ -17,6 +18,9 @@ FIRST_CHUNK = 32
 GROWTH = 2.0
 """How much more of anything than in any measured pass is trusted to a prediction."""
 MARGIN_QUANTILE = 0.9
+
+Sample = tuple[tuple[float, ...], float]
+"""The row of a size, and seconds."""
 
 
 @dataclass(frozen=True)
@@ -43,31 +47,37 @@ class PassSize:
 
 
 class PassTimes:
-    """Seconds of passes by their size: a sum over what is in it, each share at least 0, that fits the latest best."""
+    """Seconds of passes by their size: a sum over what is in it, each share at least 0, that fits the latest best.
 
-    def __init__(self) -> None:
+    Passes of up to `few` tokens have shares of their own: they may go another way through the layers.
+    """
+
+    def __init__(self, few: float = math.inf) -> None:
+        self.few = few
         # Passes of decoding alone would soon be all there is.
-        self._samples: dict[bool, deque[tuple[tuple[float, ...], float]]] = {
-            kind: deque(maxlen=SAMPLES) for kind in (False, True)
+        self._samples: dict[tuple[bool, bool], deque[Sample]] = {
+            (many, reads): deque(maxlen=SAMPLES) for many in (False, True) for reads in (False, True)
         }
         self._ratios: deque[float] = deque(maxlen=RATIOS)
-        self._weights: np.ndarray | None = None
+        self._weights: dict[bool, np.ndarray] = {}
         self._most_prompt = 0
-        self._stale = True
+        self._stale = {False, True}
 
     def add(self, size: PassSize, seconds: float) -> None:
         """A pass was measured."""
         if size.prompt_tokens and (expected := self.seconds(size)):
             self._ratios.append(seconds / expected)
-        self._samples[size.prompt_tokens > 0].append((size.row(), max(seconds, 1e-6)))
+        many = self._many(size)
+        self._samples[many, size.prompt_tokens > 0].append((size.row(), max(seconds, 1e-6)))
         self._most_prompt = max(self._most_prompt, size.prompt_tokens)
-        self._stale = True
+        self._stale.add(many)
 
     def seconds(self, size: PassSize) -> float:
         """0 where nothing was measured yet."""
-        if self._stale:
-            self._fit()
-        return 0.0 if self._weights is None else float(np.dot(self._weights, size.row()))
+        many = self._many(size)
+        # Until one was measured, those of many are like those of few, and the other way round.
+        weights = next((found for kind in (many, not many) if (found := self._fitted(kind)) is not None), None)
+        return 0.0 if weights is None else float(np.dot(weights, size.row()))
 
     @property
     def margin(self) -> float:
@@ -79,9 +89,17 @@ class PassTimes:
         """New prompt tokens up to which predictions are trusted."""
         return max(FIRST_CHUNK, int(GROWTH * self._most_prompt))
 
-    def _fit(self) -> None:
-        self._stale = False
-        samples = [sample for kind in self._samples.values() for sample in kind]
+    def _many(self, size: PassSize) -> bool:
+        return size.prompt_tokens > 0 and size.prompt_tokens + size.sequences > self.few
+
+    def _fitted(self, many: bool) -> np.ndarray | None:
+        if many in self._stale:
+            self._stale.remove(many)
+            self._fit(many)
+        return self._weights.get(many)
+
+    def _fit(self, many: bool) -> None:
+        samples = [sample for reads in (False, True) for sample in self._samples[many, reads]]
         if not samples:
             return
         rows = np.array([row for row, _ in samples])
@@ -90,4 +108,4 @@ class PassTimes:
         rows = rows / seconds[:, None]
         scale = np.maximum(rows.max(axis=0), 1e-12)
         weights, _ = nnls(rows / scale, np.ones(len(rows)))
-        self._weights = weights / scale
+        self._weights[many] = weights / scale

@@ -1,10 +1,10 @@
 """Who is served next, and how much of each prompt a pass reads, so that nobody's stream stalls.
 
-Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
-read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
-short ones take longer in all: such a pass pauses in its layers, where streams have their tokens, and newcomers their
-first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
-many of them as that takes. Prompts and streams do not share a pass that takes longer than one of each.
+Those of higher priority are admitted first, and among equals users take turns. Prompts are read beside one token of each
+stream, within the gap that is allowed, where little of them is left, or where that takes no longer than long chunks.
+Else they are read in such, without streams: a long pass pauses in its layers, where streams have their tokens, and
+newcomers their first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a
+pause has as many of them as that takes. Prompts and streams do not share a pass that takes longer than one of each.
 """
 
 from __future__ import annotations
@@ -171,6 +171,8 @@ class Scheduler:
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
             return first if waited_s else self._beside(least, decoding)
+        if (joint := self._joint(readers, order, least, most, decoding, slice_s)) is not None:
+            return first if waited_s else self._beside(joint, decoding)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
         if any(ending) and not self._ended:
             self._ended = not waited_s
@@ -219,6 +221,24 @@ class Scheduler:
                 return Choice(chunks, decodes=False)
             return Choice(chunks, stops=None if self._settings.decode_share else self._ahead)
         return Choice([0] * len(readers), decodes=False, stops=self._ahead)
+
+    def _joint(
+        self, readers: Sequence[Reader], order: Sequence[int], least: list[int], most: list[int], decoding: PassSize,
+        slice_s: float,
+    ) -> list[int] | None:  # fmt: skip
+        """Chunks of a pass that has a token of each stream, too, if so they are read sooner than in a long pass, with
+        pauses as far apart as that; `least` fit into a gap.
+        """
+        new = int(min(sum(least), self._most_mixed - decoding.sequences))
+        if not decoding.sequences or new < LEAST_CHUNK:
+            return None
+        chunks, share = allot(readers, order, new), self._settings.decode_share
+        single, joint = self._times.seconds(decoding), self._times.seconds(_size(decoding, readers, chunks))
+        long = self._times.seconds(_size(PassSize(), readers, most))
+        # Beside as many single tokens as decoding's share takes; or in the others' pauses, one for each slice at least.
+        joint = max(joint, (joint - single) / (1 - share))
+        long = max(long + long / slice_s * single, long / (1 - share))
+        return chunks if joint / new <= long / sum(most) else None
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""

@@ -86,7 +86,7 @@ class Simulation:
         self.now = 0.0
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
-        scheduler = Scheduler(settings, PassTimes(), LAYERS, most_mixed=most_mixed)
+        scheduler = Scheduler(settings, PassTimes(most_mixed), LAYERS, most_mixed=most_mixed)
         capacity = settings.kv_tokens or 1 << 40
         self._room, self._copies = capacity, copies
         space: dict[str, Any] = {"capacity": capacity, "copies": copies, "joins": copies is None}

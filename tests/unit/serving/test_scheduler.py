@@ -54,6 +54,31 @@ def test_streams_do_not_stall_while_a_long_prompt_is_read(most_mixed: float) -> 
     assert long.times[0] - long.submitted <= 1.1 * alone
 
 
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_a_long_prompt_is_read_beside_streams_where_that_costs_no_more(share: float) -> None:
+    """As where layers of some hundred tokens are one call: a pass takes hardly more than what is in it."""
+    machine = Machine(each=0.0005, sequence=0.004)
+    gap = machine.seconds([0], [7000], [False]) / 50
+    alone = reading_alone(machine, 7000, gap)
+    settings = ServingSettings(max_gap_s=gap, decode_share=share)
+    simulation = Simulation(settings, machine=machine, most_mixed=256)
+    warm_up(simulation)
+    streams = [simulation.submit(f"s{number}", tokens(5), 3000) for number in range(4)]
+    for _ in range(60):
+        simulation.step()
+    rate = 30 / (streams[0].times[-1] - streams[0].times[-31])
+    pauses, before = simulation.pauses, len(streams[0].tokens)
+    long = simulation.submit("long", tokens(7000), 1)
+    while not long.times:
+        simulation.step()
+    took = long.times[0] - long.submitted
+    # But for a few that the chunks of the other size are tried with.
+    assert simulation.pauses - pauses <= 10
+    assert max(max(stream.gaps) for stream in streams) <= gap
+    assert took <= (1.02 / (1 - share) if share else 1.08) * alone
+    assert (len(streams[0].tokens) - before) / took >= 0.95 * share * rate
+
+
 @pytest.mark.parametrize("most_mixed", [math.inf, 0, 64])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_decoding_keeps_its_share(share: float, most_mixed: float) -> None:
@@ -190,6 +215,21 @@ def test_times_that_are_a_sum_are_found() -> None:
         size, seconds = drawn()
         assert times.seconds(size) == pytest.approx(seconds, rel=0.05)
     assert times.margin < 1.1
+
+
+def test_few_and_many_tokens_have_times_of_their_own() -> None:
+    times = PassTimes(few=100)
+    assert times.seconds(PassSize(10, 50.0)) == times.seconds(PassSize(1000, 50.0)) == 0
+    for _ in range(9):
+        times.add(PassSize(50, 100.0, 2), 0.5)
+    # What nobody has measured is like what somebody has.
+    assert times.seconds(PassSize(200, 400.0, 8)) >= times.seconds(PassSize(50, 100.0, 2)) == pytest.approx(0.5)
+    for _ in range(9):
+        times.add(PassSize(200, 400.0, 8), 9.0)
+        times.add(PassSize(sequences=300), 0.7)
+    assert times.seconds(PassSize(50, 100.0, 2)) == pytest.approx(0.5)
+    assert times.seconds(PassSize(200, 400.0, 8)) == pytest.approx(9.0)
+    assert times.seconds(PassSize(sequences=300)) == pytest.approx(0.7)
 
 
 def test_nothing_is_known_at_first() -> None:
