@@ -1,10 +1,11 @@
 """Who is served next, and how much of each prompt a pass reads, so that nobody's stream stalls.
 
-Those of higher priority are admitted first, and among equals users take turns. Prompts are read beside one token of each
-stream, within the gap that is allowed, where little of them is left, or where that takes no longer than long chunks.
-Else they are read in such, without streams: a long pass pauses in its layers, where streams have their tokens, and
-newcomers their first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a
-pause has as many of them as that takes. Prompts and streams do not share a pass that takes longer than one of each.
+Those of higher priority are admitted first, and among equals users take turns. Prompts are read beside one token of
+each stream, within the gap that is allowed, where little of them is left, or where that takes no longer than long
+chunks. Else they are read in such, without streams: a long pass pauses in its layers, where streams have their tokens,
+and newcomers their first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the
+time, a pause has as many of them as that takes. Prompts and streams do not share a pass that takes longer than one of
+each.
 """
 
 from __future__ import annotations
