@@ -24,7 +24,7 @@ from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 FEW_ROWS = 64
-"""Rows up to which a product goes through `rows_product` in any case."""
+"""Rows up to which a product by itself goes through `rows_product`."""
 ROW_STEP = 8
 """Of 16-bit rows, PyTorch's product is given a multiple of so many: oneDNN keeps code, some 250 KB, for every number of
 rows that it has seen, and a server sees all."""
@@ -111,9 +111,9 @@ def widening_pays(dtype: torch.dtype) -> bool:
     return times_as_fast(F.linear, widened_product, x, weight) >= LEAST_GAIN
 
 
-def few_rows(x: Tensor, products: Products = PLAIN) -> bool:
+def few_rows(x: Tensor) -> bool:
     """Whether an input has so few rows that its product goes through `rows_product`."""
-    return x.numel() <= max(FEW_ROWS, products.most_rows) * x.shape[-1] and not autocast(x)
+    return x.numel() <= FEW_ROWS * x.shape[-1] and not autocast(x)
 
 
 def autocast(x: Tensor) -> bool:
@@ -134,7 +134,7 @@ class FewRowsForward:
         """``[..., in]`` to ``[..., out]``."""
         if self.sliced is not None and (out := self.sliced(x)) is not None:
             return out
-        if few_rows(x, self.products):
+        if few_rows(x):
             return self._whole(x, functools.partial(rows_product, products=self.products))
         if x.device.type != "cpu" or x.element_size() != 2 or x.dtype != self.linear.weight.dtype or autocast(x):
             return self.before(x)

@@ -1,5 +1,6 @@
 """Which decoder layers go by compiled calls, and that nothing but time changes."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 import megakv
 from megakv.attention.layer import load_layer
 from megakv.injection.layer_kind import activation, is_known
+from megakv.injection.linears import Products
 from tests.families import FAMILIES
+from tests.pairs import without_pairs
 from tests.unit.injection.compiled_layers import model_of, tokens
 
 KNOWN = {"llama", "llama3_rope", "llama_dynamic_rope", "llama_mqa", "llama_tied", "mistral", "qwen2", "qwen3"}
@@ -71,6 +74,37 @@ def test_prompts_and_candidates_of_few_tokens_are_one_call_too(calls: list[int],
         assert calls == [layers] * (2 + 5) * layers
     whole = torch.cat((first, ids[:, :11]), 1)
     assert turn[0].tolist() == model.generate(whole, max_new_tokens=5, do_sample=False)[0].tolist()
+
+
+@pytest.mark.parametrize("products", [Products(most_rows=256)], indirect=True)
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_prompts_of_some_hundred_tokens_are_one_call_where_products_are_as_fast(
+    calls: list[int], products: Products, name: str
+) -> None:
+    model = model_of(name)
+    ids, layers = torch.randint(3, 100, (1, products.most_rows - 1)), len(model.model.layers)
+    expected = tokens(model, ids[:, :150]), model.generate(ids, max_new_tokens=9, do_sample=False)
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        assert tokens(engine, ids[:, :150]) == expected[0]
+        assert calls == [layers] * 12 * layers
+        session = engine.session()
+        session.generate(ids[:, :40], max_new_tokens=1, do_sample=False)
+        session.cut_back(40)
+        assert torch.equal(session.generate(ids[:, 40:], max_new_tokens=9, do_sample=False), expected[1])
+
+
+@pytest.mark.parametrize("products", [Products(256), Products(256, pairs=True)], indirect=True, ids=["wide", "pairs"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_in_bf16_prompts_are_as_exact_as_transformers(calls: list[int], products: Products, name: str) -> None:
+    if products.pairs and (reason := without_pairs()):
+        pytest.skip(reason)
+    model, ids = model_of(name).bfloat16(), torch.randint(3, 100, (1, 200))
+    with torch.no_grad():
+        expected = copy.deepcopy(model).double()(ids).logits
+        plain = (model(ids).logits.double() - expected).square().mean().sqrt()
+        with megakv.init_inference(model, {"dtype": "bf16"}) as engine:
+            own = (engine(ids).logits.double() - expected).square().mean().sqrt()
+    assert calls and own <= 1.05 * plain
 
 
 class AnotherLoop(Qwen2Model):
