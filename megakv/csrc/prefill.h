@@ -70,6 +70,11 @@ struct Panel {
 // Vectors that begin where a line of the cache does are read at once.
 struct alignas(64) Line { unsigned char bytes[64]; };
 
+// Numbers that will be read.
+template <class T> inline void fetch(const T* from, int64_t count) {
+  for (const char *at = (const char*)from, *end = (const char*)(from + count); at < end; at += 64) __builtin_prefetch(at, 0, 2);
+}
+
 struct Buffers {
   std::vector<Line> queries, keys, values, scores, outputs;
   std::vector<Panel> panels;
@@ -201,7 +206,13 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
       pack((const T*)k + head * p.k_head + (begin + j) * p.k_step, dim, keys + j * cells, cells);
     pack_columns((const T*)v + head * p.v_head + begin * p.v_step, p.v_step, tile, (int)p.value_dim, values,
                  value_width);
+    const int next = (int)std::min<int64_t>(TILE, std::max<int64_t>(high - begin - TILE, 0));
     for (int i = 0; i < count; ++i) {
+      // Meanwhile a part of the next tile is fetched.
+      for (int j = i * next / count; j < (i + 1) * next / count; ++j) {
+        fetch((const T*)k + head * p.k_head + (begin + TILE + j) * p.k_step, p.key_dim);
+        fetch((const T*)v + head * p.v_head + (begin + TILE + j) * p.v_step, p.value_dim);
+      }
       Panel& panel = buffers.panels[i];
       if (panel.most_high <= begin || panel.least_low >= begin + tile) continue;
       const int seen = (int)std::min<int64_t>(tile, panel.most_high - begin);
@@ -237,8 +248,8 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
   if (!rows) return;
   if (p.kv_heads * rows * p.keys * (p.key_dim + p.value_dim) < LEAST_WORK) threads = 1;
   const int64_t most = std::max<int64_t>(BLOCK_ELEMENTS / (p.key_dim + value_width) / PANEL * PANEL, PANEL);
-  // Several blocks for every thread, because a mask makes them unequal; where they are few, as many for each.
-  const int64_t wanted = (4 * threads + p.kv_heads - 1) / p.kv_heads;
+  // Several blocks for every one of some threads, because a mask makes them unequal; where they are few, as many for each.
+  const int64_t wanted = threads > 1 ? (4 * threads + p.kv_heads - 1) / p.kv_heads : 1;
   int64_t blocks = (rows + PANEL - 1) / PANEL;
   if (blocks > wanted) blocks = std::max(wanted, (rows + most - 1) / most);
   if (blocks < wanted)

@@ -18,6 +18,8 @@ FIRST_CHUNK = 32
 GROWTH = 2.0
 """How much more of anything than in any measured pass is trusted to a prediction."""
 MARGIN_QUANTILE = 0.9
+OUTLIER = 1.4
+"""Times what fits the others best that a pass which counts takes at most."""
 
 Sample = tuple[tuple[float, ...], float]
 """The row of a size, and seconds."""
@@ -40,44 +42,53 @@ class PassSize:
         pairs = self.prompt_pairs + new * (past + new / 2)
         return PassSize(self.prompt_tokens + new, pairs, self.sequences, self.context)
 
-    def row(self) -> tuple[float, ...]:
+    def row(self, *, many: bool) -> tuple[float, ...]:
+        """Of what it takes shares of, those of its kind among them."""
         # What a pass takes in any case is more with many rows than with few.
-        reads = float(self.prompt_tokens > 0)
-        return (1.0, reads, self.prompt_tokens, self.prompt_pairs, self.sequences, self.context)
+        own = float(self.prompt_tokens > 0), float(self.prompt_tokens)
+        other = 0.0, 0.0
+        kinds = (*other, *own) if many else (*own, *other)
+        return (1.0, *kinds, self.prompt_pairs, self.sequences, self.context)
 
 
 class PassTimes:
     """Seconds of passes by their size: a sum over what is in it, each share at least 0, that fits the latest best.
 
-    Passes of up to `few` tokens have shares of their own: they may go another way through the layers.
+    Beside attention, passes of up to `few` tokens have shares of their own: they may go another way through layers.
     """
 
     def __init__(self, few: float = math.inf) -> None:
         self.few = few
-        # Passes of decoding alone would soon be all there is.
-        self._samples: dict[tuple[bool, bool], deque[Sample]] = {
-            (many, reads): deque(maxlen=SAMPLES) for many in (False, True) for reads in (False, True)
+        # Passes of one kind would soon be all there is.
+        self._samples: dict[str, deque[Sample]] = {
+            kind: deque(maxlen=SAMPLES) for kind in ("single tokens", "few", "many")
         }
         self._ratios: deque[float] = deque(maxlen=RATIOS)
-        self._weights: dict[bool, np.ndarray] = {}
+        self._weights: np.ndarray | None = None
         self._most_prompt = 0
-        self._stale = {False, True}
+        self._stale = True
 
     def add(self, size: PassSize, seconds: float) -> None:
         """A pass was measured."""
         if size.prompt_tokens and (expected := self.seconds(size)):
             self._ratios.append(seconds / expected)
         many = self._many(size)
-        self._samples[many, size.prompt_tokens > 0].append((size.row(), max(seconds, 1e-6)))
+        kind = "many" if many else "few" if size.prompt_tokens else "single tokens"
+        self._samples[kind].append((size.row(many=many), max(seconds, 1e-6)))
         self._most_prompt = max(self._most_prompt, size.prompt_tokens)
-        self._stale.add(many)
+        self._stale = True
 
     def seconds(self, size: PassSize) -> float:
         """0 where nothing was measured yet."""
+        if self._stale:
+            self._fit()
+        if self._weights is None:
+            return 0.0
         many = self._many(size)
         # Until one was measured, those of many are like those of few, and the other way round.
-        weights = next((found for kind in (many, not many) if (found := self._fitted(kind)) is not None), None)
-        return 0.0 if weights is None else float(np.dot(weights, size.row()))
+        if not self._samples["many" if many else "few"]:
+            many = not many
+        return float(np.dot(self._weights, size.row(many=many)))
 
     @property
     def margin(self) -> float:
@@ -92,20 +103,22 @@ class PassTimes:
     def _many(self, size: PassSize) -> bool:
         return size.prompt_tokens > 0 and size.prompt_tokens + size.sequences > self.few
 
-    def _fitted(self, many: bool) -> np.ndarray | None:
-        if many in self._stale:
-            self._stale.remove(many)
-            self._fit(many)
-        return self._weights.get(many)
-
-    def _fit(self, many: bool) -> None:
-        samples = [sample for reads in (False, True) for sample in self._samples[many, reads]]
+    def _fit(self) -> None:
+        self._stale = False
+        samples = [sample for own in self._samples.values() for sample in own]
         if not samples:
             return
         rows = np.array([row for row, _ in samples])
         seconds = np.array([second for _, second in samples])
-        # Relative errors count, and columns of like size are what the solver is good at.
-        rows = rows / seconds[:, None]
-        scale = np.maximum(rows.max(axis=0), 1e-12)
-        weights, _ = nnls(rows / scale, np.ones(len(rows)))
-        self._weights[many] = weights / scale
+        weights = _solved(rows, seconds)
+        # What took far longer than like ones, as when a server starts, or a machine is busy, says nothing of others.
+        like = seconds <= OUTLIER * (rows @ weights)
+        self._weights = weights if like.all() else _solved(rows[like], seconds[like])
+
+
+def _solved(rows: np.ndarray, seconds: np.ndarray) -> np.ndarray:
+    # Relative errors count, and columns of like size are what the solver is good at.
+    rows = rows / seconds[:, None]
+    scale = np.maximum(rows.max(axis=0), 1e-12)
+    weights: np.ndarray = nnls(rows / scale, np.ones(len(rows)))[0] / scale
+    return weights

@@ -14,6 +14,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from megakv.serving.pass_times import PassSize, PassTimes
@@ -32,6 +33,10 @@ MOST_EXCESS = 2.0
 """How much that is at most."""
 LEAST_SLICE = 0.25
 """Part of the gap for which a pass goes on between two pauses in any case, however long the streams' tokens take."""
+TRIES = 1
+"""Passes beside streams that every long prompt begins with: what they take may be another time than it was."""
+LONGER = 1.0
+"""How much longer reading beside streams may take than long passes: streams wait less."""
 OLDEST_SHARE = 4
 """One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
 
@@ -125,6 +130,8 @@ class Scheduler:
         self._decoded = self._read = False
         # Seconds that streams have waited when it ended, since its last pause.
         self._waited_s = 0.0
+        # The long prompts that were there, and how often passes of theirs beside streams have been tried.
+        self._reading, self._tried = frozenset[int](), 0
         # Streams wait for the end of a short pass of prompts alone.
         self._due = self._waits = False
         # Before it those prompts had their turn that end within a gap.
@@ -233,13 +240,18 @@ class Scheduler:
         new = int(min(sum(least), self._most_mixed - decoding.sequences))
         if not decoding.sequences or new < LEAST_CHUNK:
             return None
+        before, self._reading = self._reading, frozenset(each.arrival for each in readers if each.left > sum(least))
+        if not self._reading <= before:
+            self._tried = 0
         chunks, share = allot(readers, order, new), self._settings.decode_share
-        single, joint = self._times.seconds(decoding), self._times.seconds(_size(decoding, readers, chunks))
-        long = self._times.seconds(_size(PassSize(), readers, most))
-        # Beside as many single tokens as decoding's share takes; or in the others' pauses, one for each slice at least.
+        single = self._times.seconds(decoding)
+        joint = self._times.seconds(_size(decoding, readers, chunks))
+        long = self._times.seconds(_size(PassSize(), readers, most)) * median(self._exceeds or [1.0])
+        # With as many single tokens as decoding's share takes, in the one's pauses one for each slice at least.
         joint = max(joint, (joint - single) / (1 - share))
-        long = max(long + long / slice_s * single, long / (1 - share))
-        return chunks if joint / new <= long / sum(most) else None
+        long *= max(1 + single / slice_s, 1 / (1 - share))
+        self._tried += 1
+        return chunks if self._tried <= TRIES or joint / new <= LONGER * long / sum(most) else None
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""
