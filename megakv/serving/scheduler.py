@@ -1,11 +1,10 @@
 """Who is served next, and how much of each prompt a pass reads, so that nobody's stream stalls.
 
-Those of higher priority are admitted first, and among equals users take turns. Prompts are read beside one token of
-each stream, within the gap that is allowed, where little of them is left, or where that takes no longer than long
-chunks. Else they are read in such, without streams: a long pass pauses in its layers, where streams have their tokens,
-and newcomers their first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the
-time, a pause has as many of them as that takes. Prompts and streams do not share a pass that takes longer than one of
-each.
+Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
+read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
+short ones take longer in all: such a pass pauses in its layers, where streams have their tokens, and newcomers their
+first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
+many of them as that takes. Prompts and streams do not share a pass that takes longer than one of each.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Generic, Protocol, TypeVar
 
 from megakv.serving.pass_times import PassSize, PassTimes
@@ -33,10 +31,6 @@ MOST_EXCESS = 2.0
 """How much that is at most."""
 LEAST_SLICE = 0.25
 """Part of the gap for which a pass goes on between two pauses in any case, however long the streams' tokens take."""
-TRIES = 1
-"""Passes beside streams that every long prompt begins with: what they take may be another time than it was."""
-LONGER = 1.0
-"""How much longer reading beside streams may take than long passes: streams wait less."""
 OLDEST_SHARE = 4
 """One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
 
@@ -130,8 +124,6 @@ class Scheduler:
         self._decoded = self._read = False
         # Seconds that streams have waited when it ended, since its last pause.
         self._waited_s = 0.0
-        # The long prompts that were there, and how often passes of theirs beside streams have been tried.
-        self._reading, self._tried = frozenset[int](), 0
         # Streams wait for the end of a short pass of prompts alone.
         self._due = self._waits = False
         # Before it those prompts had their turn that end within a gap.
@@ -179,8 +171,6 @@ class Scheduler:
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
             return first if waited_s else self._beside(least, decoding)
-        if (joint := self._joint(readers, order, least, most, decoding, slice_s)) is not None:
-            return first if waited_s else self._beside(joint, decoding)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
         if any(ending) and not self._ended:
             self._ended = not waited_s
@@ -229,29 +219,6 @@ class Scheduler:
                 return Choice(chunks, decodes=False)
             return Choice(chunks, stops=None if self._settings.decode_share else self._ahead)
         return Choice([0] * len(readers), decodes=False, stops=self._ahead)
-
-    def _joint(
-        self, readers: Sequence[Reader], order: Sequence[int], least: list[int], most: list[int], decoding: PassSize,
-        slice_s: float,
-    ) -> list[int] | None:  # fmt: skip
-        """Chunks of a pass that has a token of each stream, too, if so they are read sooner than in a long pass, with
-        pauses as far apart as that; `least` fit into a gap.
-        """
-        new = int(min(sum(least), self._most_mixed - decoding.sequences))
-        if not decoding.sequences or new < LEAST_CHUNK:
-            return None
-        before, self._reading = self._reading, frozenset(each.arrival for each in readers if each.left > sum(least))
-        if not self._reading <= before:
-            self._tried = 0
-        chunks, share = allot(readers, order, new), self._settings.decode_share
-        single = self._times.seconds(decoding)
-        joint = self._times.seconds(_size(decoding, readers, chunks))
-        long = self._times.seconds(_size(PassSize(), readers, most)) * median(self._exceeds or [1.0])
-        # With as many single tokens as decoding's share takes, in the one's pauses one for each slice at least.
-        joint = max(joint, (joint - single) / (1 - share))
-        long *= max(1 + single / slice_s, 1 / (1 - share))
-        self._tried += 1
-        return chunks if self._tried <= TRIES or joint / new <= LONGER * long / sum(most) else None
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""

@@ -54,31 +54,6 @@ def test_streams_do_not_stall_while_a_long_prompt_is_read(most_mixed: float) -> 
     assert long.times[0] - long.submitted <= 1.1 * alone
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
-def test_a_long_prompt_is_read_beside_streams_where_that_costs_no_more(share: float) -> None:
-    """As where layers of some hundred tokens are one call: a pass takes hardly more than what is in it."""
-    machine = Machine(each=0.0005, sequence=0.004)
-    gap = machine.seconds([0], [7000], [False]) / 50
-    alone = reading_alone(machine, 7000, gap)
-    settings = ServingSettings(max_gap_s=gap, decode_share=share)
-    simulation = Simulation(settings, machine=machine, most_mixed=256)
-    warm_up(simulation)
-    streams = [simulation.submit(f"s{number}", tokens(5), 3000) for number in range(4)]
-    for _ in range(60):
-        simulation.step()
-    rate = 30 / (streams[0].times[-1] - streams[0].times[-31])
-    pauses, before = simulation.pauses, len(streams[0].tokens)
-    long = simulation.submit("long", tokens(7000), 1)
-    while not long.times:
-        simulation.step()
-    took = long.times[0] - long.submitted
-    # But for a few that the chunks of the other size are tried with.
-    assert simulation.pauses - pauses <= 10
-    assert max(max(stream.gaps) for stream in streams) <= gap
-    assert took <= (1.02 / (1 - share) if share else 1.08) * alone
-    assert (len(streams[0].tokens) - before) / took >= 0.95 * share * rate
-
-
 @pytest.mark.parametrize("most_mixed", [math.inf, 0, 64])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_decoding_keeps_its_share(share: float, most_mixed: float) -> None:
