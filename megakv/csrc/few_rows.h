@@ -71,6 +71,17 @@ struct Linear {
   const void* bias;
 };
 
+// Calls compute(first, last, memory) with the blocks of every thread, and memory for so many floats.
+template <class Compute> void divide(int64_t blocks, int64_t work, int threads, int64_t scratch, Compute compute) {
+  const int64_t workers = work < LEAST_WORK ? 1 : std::min<int64_t>(threads, blocks);
+  // Nothing may be thrown where several threads are.
+  Space<float> memory(std::max<int64_t>(workers, 1) * scratch);
+  if (workers <= 1) return compute((int64_t)0, blocks, memory.data());
+#pragma omp parallel for num_threads(workers) schedule(static, 1)
+  for (int64_t own = 0; own < workers; ++own)
+    compute(blocks * own / workers, blocks * (own + 1) / workers, memory.data() + own * scratch);
+}
+
 // Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of LANES. Where bfloat16 is multiplied by
 // `pairs`, the cells of many rows are such.
 struct Inputs {
@@ -87,19 +98,31 @@ struct Inputs {
 
   // Of rows that are contiguous, or so many elements apart.
   template <class T>
-  Inputs(const T* x, int64_t rows, int64_t columns, bool pairs, int64_t x_step = 0) : Inputs(rows, columns, pairs) {
+  Inputs(const T* x, int64_t rows, int64_t columns, bool pairs, int threads, int64_t x_step = 0)
+      : Inputs(rows, columns, pairs) {
     if (!x_step) x_step = columns;
-    for (int64_t row = 0; row < rows; ++row)
-      each_vector(0, columns, [&](int64_t d, int64_t count) { store(&wide[row * step + d], some(x + row * x_step + d, count)); });
+    each_row(threads, [&](int64_t row, float* own) {
+      each_vector(0, columns, [&](int64_t d, int64_t count) { store(own + d, some(x + row * x_step + d, count)); });
+    });
+  }
+
+  // Calls with the number of every row, and where it is.
+  template <class Call> void each_row(int threads, Call call) {
+    divide(rows, rows * step, threads, 0, [&](int64_t first, int64_t last, float*) {
+      for (int64_t row = first; row < last; ++row) call(row, &wide[row * step]);
+    });
   }
 
   // Whether lanes are outputs.
   bool many() const { return rows > FEW; }
 
   // Numbers are as they stay: products may come.
-  void ready() {
-    for (int64_t i = 0; pairs && i < wide.size(); i += LANES)
-      store_rounded((BFloat16*)narrow.data() + i, load(&wide[i]), LANES);
+  void ready(int threads) {
+    if (!pairs) return;
+    each_row(threads, [&](int64_t row, const float* own) {
+      for (int64_t d = 0; d < step; d += LANES)
+        store_rounded((BFloat16*)narrow.data() + row * step + d, load(own + d), LANES);
+    });
   }
 
   const float* cells(int64_t row, int64_t column, float) const { return &wide[row * step + column]; }
@@ -253,17 +276,6 @@ template <class T> class Product {
     if constexpr (R > 1) multiply_rows<R - 1>(rows, own, tile, cells, sums, fresh, ahead);
   }
 };
-
-// Calls compute(first, last, memory) with the blocks of every thread, and memory for so many floats.
-template <class Compute> void divide(int64_t blocks, int64_t work, int threads, int64_t scratch, Compute compute) {
-  const int64_t workers = work < LEAST_WORK ? 1 : std::min<int64_t>(threads, blocks);
-  // Nothing may be thrown where several threads are.
-  Space<float> memory(std::max<int64_t>(workers, 1) * scratch);
-  if (workers <= 1) return compute((int64_t)0, blocks, memory.data());
-#pragma omp parallel for num_threads(workers) schedule(static, 1)
-  for (int64_t own = 0; own < workers; ++own)
-    compute(blocks * own / workers, blocks * (own + 1) / workers, memory.data() + own * scratch);
-}
 
 // The products of one input with several weights of the type, side by side in out [rows, sum of their outputs].
 template <class T> void products(const Inputs& x, const Linear* linears, int count, int threads, T* out) {

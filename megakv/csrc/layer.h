@@ -123,12 +123,11 @@ void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const 
 
 // This rank's queries, keys and values, before rotary embeddings, of hidden states.
 template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
-  Inputs inputs(x, rows, layer.hidden, layer.pairs);
-  for (int64_t row = 0; row < rows; ++row) {
-    float* const own = &inputs.wide[row * inputs.step];
+  Inputs inputs(x, rows, layer.hidden, layer.pairs, threads);
+  inputs.each_row(threads, [&](int64_t, float* own) {
     normalise(own, layer.hidden, (const T*)layer.input_norm, layer.input_eps);
-  }
-  inputs.ready();
+  });
+  inputs.ready(threads);
   const Linear linears[] = {layer.q, layer.k, layer.v};
   products(inputs, linears, 3, threads, out);
 }
@@ -157,14 +156,13 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
   const T* added = attended;
   Space<T> found(projected ? 0 : rows * hidden);
   if (!projected) {
-    Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs);
-    inputs.ready();
+    Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs, threads);
+    inputs.ready(threads);
     products(inputs, &layer.o, 1, threads, found.data());
     added = found.data();
   }
-  Inputs inputs(x, rows, hidden, layer.pairs);
-  for (int64_t row = 0; row < rows; ++row) {
-    float* const own = &inputs.wide[row * inputs.step];
+  Inputs inputs(x, rows, hidden, layer.pairs, threads);
+  inputs.each_row(threads, [&](int64_t row, float* own) {
     T* const sum = middle + row * hidden;
     each_vector(0, hidden, [&](int64_t d, int64_t count) {
       const Floats found = kept<T>(some(own + d, count) + some(added + row * hidden + d, count));
@@ -172,8 +170,8 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
       std::memcpy(own + d, &found, count * sizeof(float));
     });
     normalise(own, hidden, (const T*)layer.output_norm, layer.output_eps);
-  }
-  inputs.ready();
+  });
+  inputs.ready(threads);
   Inputs inner(rows, width, layer.pairs);
   Space<T> gate(rows * width), up(rows * width);
   const Product<T> gates(inputs, layer.gate, gate.data(), width), ups(inputs, layer.up, up.data(), width);
@@ -186,7 +184,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
              gated(&gate[row * width], &up[row * width], first * each, std::min(last * each, width),
                    layer.activation, &inner.wide[row * inner.step]);
          });
-  inner.ready();
+  inner.ready(threads);
   products(inner, &layer.down, 1, threads, out);
   if (whole)
     each_vector(0, rows * hidden, [&](int64_t d, int64_t count) {

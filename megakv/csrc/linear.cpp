@@ -11,8 +11,8 @@ extern "C" int megakv_product(int type, int pairs, const void* x, int64_t rows, 
   return typed(type, [&](auto like) {
     typedef decltype(like) T;
     const Linear linear{weight, step, outputs, bias};
-    Inputs inputs((const T*)x, rows, columns, pairs);
-    inputs.ready();
+    Inputs inputs((const T*)x, rows, columns, pairs, threads);
+    inputs.ready(threads);
     products(inputs, &linear, 1, threads, (T*)out);
   });
 }
