@@ -88,6 +88,8 @@ def engines(work: Path, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         engine = megakv.init_inference(
             model, {"dtype": "fp32", "megakv": {"context_parallel": {"size": size, **section}}}
         )
+        # However fast this machine would compute prompts as steps of decoding, how they are spread is chosen.
+        engine._runtime.planner.sliced_rows = 0
         session = engine.session()
         tokens, plans[name] = [], []
         for turn, (length, new) in enumerate(TURNS):
