@@ -23,8 +23,6 @@ constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
 constexpr int64_t FEW = 6;
 constexpr int64_t TILE_OUTPUTS = 2 * LANES;
 constexpr int64_t PIECE = 32;
-// Bytes that memory gives at a time.
-constexpr int64_t LINE_BYTES = 64;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
 // Columns whose products are summed up in one running sum there: results of 16 bits have fewer digits to lose.
@@ -196,7 +194,8 @@ template <class T> class Product {
     float *const run = memory + TILE_OUTPUTS * PIECE, *const total = run + TILE_OUTPUTS * x.rows;
     if (!x.columns) std::fill_n(total, x.rows * TILE_OUTPUTS, 0.0f);
     for (int64_t at = begin; at < end; at += TILE_OUTPUTS) {
-      const int64_t count = std::min(TILE_OUTPUTS, end - at), next = at + 2 * TILE_OUTPUTS <= end ? TILE_OUTPUTS * step : 0;
+      const int64_t count = std::min(TILE_OUTPUTS, end - at);
+      const int64_t next = at + 2 * TILE_OUTPUTS <= end ? TILE_OUTPUTS * step : 0;
       for (int64_t first = 0; first < x.columns; first += PIECES_RUN<T>) {
         const int64_t stop = std::min(first + PIECES_RUN<T>, x.columns);
         float* const sums = first ? run : total;
@@ -210,13 +209,15 @@ template <class T> class Product {
             const int64_t left = x.rows - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
             const int64_t now = (left + parts - 1) / parts;
             multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, in_cells<Cell>(length),
-                                        sums + row * TILE_OUTPUTS, d == first, ahead < length ? from + next + ahead : nullptr);
+                                        sums + row * TILE_OUTPUTS, d == first,
+                                        ahead < length ? from + next + ahead : nullptr);
             row += now;
           }
           for (; ahead < length; ahead += LINE_BYTES / sizeof(T))
-            for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(from + next + row * step + ahead);
+            for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(from + next + row * step + ahead, 1);
         }
-        for (int64_t i = 0; first && i < x.rows * TILE_OUTPUTS; i += LANES) store(total + i, load(total + i) + load(run + i));
+        for (int64_t i = 0; first && i < x.rows * TILE_OUTPUTS; i += LANES)
+          store(total + i, load(total + i) + load(run + i));
       }
       for (int64_t row = 0; row < x.rows; ++row)
         each_vector(0, count, [&](int64_t i, int64_t lanes) {
@@ -226,8 +227,6 @@ template <class T> class Product {
         });
     }
   }
-
-  static void fetch(const T* from) { __builtin_prefetch(from, 0, 2); }
 
   // Cells of so many of the weight's rows, and columns, [columns, TILE_OUTPUTS].
   template <class Cell> void pack(const T* from, int64_t rows, int64_t columns, Cell* to) const {
@@ -272,7 +271,7 @@ template <class T> class Product {
       product<R, 2, false>(own, x.step / NUMBERS<Cell>, 1, tile, TILE_OUTPUTS, cells, sums, TILE_OUTPUTS, nullptr, fresh,
                            beside);
     };
-    if (rows == R) return ahead ? call([&](int i) { fetch(ahead + i * step); }) : call(Nothing{});
+    if (rows == R) return ahead ? call([&](int i) { fetch(ahead + i * step, 1); }) : call(Nothing{});
     if constexpr (R > 1) multiply_rows<R - 1>(rows, own, tile, cells, sums, fresh, ahead);
   }
 };

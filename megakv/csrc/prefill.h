@@ -70,11 +70,6 @@ struct Panel {
 // Vectors that begin where a line of the cache does are read at once.
 struct alignas(64) Line { unsigned char bytes[64]; };
 
-// Numbers that will be read.
-template <class T> inline void fetch(const T* from, int64_t count) {
-  for (const char *at = (const char*)from, *end = (const char*)(from + count); at < end; at += 64) __builtin_prefetch(at, 0, 2);
-}
-
 struct Buffers {
   std::vector<Line> queries, keys, values, scores, outputs;
   std::vector<Panel> panels;
@@ -248,7 +243,7 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
   if (!rows) return;
   if (p.kv_heads * rows * p.keys * (p.key_dim + p.value_dim) < LEAST_WORK) threads = 1;
   const int64_t most = std::max<int64_t>(BLOCK_ELEMENTS / (p.key_dim + value_width) / PANEL * PANEL, PANEL);
-  // Several blocks for every one of some threads, because a mask makes them unequal; where they are few, as many for each.
+  // Several blocks for each of some threads, because a mask makes them unequal; where they are few, as many for each.
   const int64_t wanted = threads > 1 ? (4 * threads + p.kv_heads - 1) / p.kv_heads : 1;
   int64_t blocks = (rows + PANEL - 1) / PANEL;
   if (blocks > wanted) blocks = std::max(wanted, (rows + most - 1) / most);

@@ -76,6 +76,15 @@ inline Floats load(const Float16* from) {
 #endif
 }
 
+// Bytes that memory gives at a time.
+constexpr int64_t LINE_BYTES = 64;
+
+// So many numbers will be read soon.
+template <class T> inline void fetch(const T* from, int64_t count) {
+  const char* const end = (const char*)(from + count);
+  for (const char* at = (const char*)from; at < end; at += LINE_BYTES) __builtin_prefetch(at, 0, 2);
+}
+
 // The first lanes, and zeros for the others.
 template <class T> inline Floats load(const T* from, int64_t count) {
   T lanes[LANES] = {};

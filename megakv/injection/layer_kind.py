@@ -133,7 +133,12 @@ def activation(function: Any) -> int | None:
         return None
     # What makes two of them alike: they have no weights.
     settings = [(name, value) for name, value in vars(function).items() if not name.startswith("_")]
-    return _activation(_Alike(function, (kind, kind.forward, kind.__call__, *settings)))
+    alike = _Alike(function, (kind, kind.forward, kind.__call__, *settings))
+    try:
+        hash(alike)
+    except TypeError:
+        return _tried(function)
+    return _tried_once(alike)
 
 
 class _Alike:
@@ -150,8 +155,16 @@ class _Alike:
 
 
 @functools.lru_cache(maxsize=16)
-def _activation(alike: _Alike) -> int | None:
-    function = alike.function
+def _tried_once(alike: _Alike) -> int | None:
+    return _tried(alike.function)
+
+
+def forget_activations() -> None:
+    """Try each again: what they run may have changed."""
+    _tried_once.cache_clear()
+
+
+def _tried(function: Any) -> int | None:
     values = torch.cat([torch.linspace(-9, 9, 257, device="cpu"), torch.tensor([-3e4, -40.0, 40.0, 3e4], device="cpu")])
     try:
         with torch.no_grad():
@@ -178,13 +191,15 @@ def linears(layer: Any) -> list[Any]:
 
 
 def modules_of(module: nn.Module) -> list[nn.Module]:
-    """It and all that are within it, once for each place: `nn.Module.modules` takes ten times as long."""
-    found = [module]
-    for each in found:
+    """It and all that are within it, as `nn.Module.modules`, which takes ten times as long."""
+    found = {module: None}
+    left = [module]
+    for each in left:
         # The list grows meanwhile.
-        if each._modules:
-            found += filter(None, each._modules.values())
-    return found
+        new = [child for child in each._modules.values() if child is not None and child not in found]
+        left += new
+        found.update(dict.fromkeys(new))
+    return list(found)
 
 
 def is_known(layer: Any) -> bool:

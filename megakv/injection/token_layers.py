@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from megakv.attention.layer import load_layer
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.last_layer import LastLayerRows
-from megakv.injection.layer_kind import calls_in_turn, is_known, modules_of
+from megakv.injection.layer_kind import calls_in_turn, forget_activations, is_known, modules_of
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import Products, layers_of
 from megakv.injection.prompt_layer import Blocks
@@ -89,6 +89,7 @@ class TokenLayers:
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
         self._found, self._channels = self._state(), self._comm.channels
+        forget_activations()
         for own in self.layers:
             own.look()
         called = self.layers and all(vars(own.layer).get("forward") is own for own in self.layers)

@@ -138,3 +138,6 @@ def test_activations_that_cannot_be_tried_are_unknown() -> None:
     known = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
     for name in ("silu", "swish", "gelu", "gelu_pytorch_tanh", "relu", "gelu_10", "quick_gelu", "mish"):
         assert activation(ACT2FN[name]) == known.get(name), name
+    noted = nn.SiLU()
+    noted.notes = ["of somebody's own"]
+    assert activation(noted) == 0
