@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.attention.compiled import load_kernel
+from megakv.attention.device_step import attends_on_device
 from megakv.attention.layer import load_layer
 from megakv.attention.linear import load_linear
 from megakv.attention.prefill import load_prefill
@@ -151,6 +152,12 @@ def _make_engine(
             )
 
     agreement = Agreement(comm)
+    if parsed.enable_cuda_graph and not (mesh.device.type == "cuda" and attends_on_device()):
+        raise CombinationError(
+            "machine",
+            "enable_cuda_graph = true: it needs a CUDA GPU and triton, which comes with PyTorch for CUDA; this rank "
+            f"computes on {mesh.device}; leave it out",
+        )
     mapping = agreement.same_file(SETTING, lambda: read_mapping(section.fairkv, tp_size))
 
     offload, placed = section.offload, ""

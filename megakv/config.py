@@ -24,7 +24,6 @@ from megakv.tracking.config import TrackingConfig
 
 _REASONS = {
     "kernel injection replaces the attention that MegaKV provides": "replace_with_kernel_inject",
-    "MegaKV's communication cannot be captured": "enable_cuda_graph",
     "it belongs to kernel injection": "use_triton triton_autotune transposed_mode",
     "weights are placed by megakv.context_parallel and tensor_parallel": "zero",
     "only causal masks are supported": "triangular_masking",
@@ -100,11 +99,15 @@ class MegaKVSection(Section):
 class MegaKVConfig(DeepSpeedInferenceConfig):
     """A DeepSpeed inference config with a ``megakv`` section.
 
-    Differences from DeepSpeed's defaults: `dtype` is the checkpoint's own, and `max_out_tokens` bounds prompt plus
-    output only where it is given.
+    Differences from DeepSpeed's defaults: `dtype` is the checkpoint's own, `max_out_tokens` bounds prompt plus output
+    only where it is given, and `enable_cuda_graph` left out leaves it to MegaKV.
     """
 
     dtype: torch.dtype | None = None
+
+    enable_cuda_graph: bool | None = None
+    """Whether steps of decoding are captured in CUDA graphs; None where they can be."""
+
     megakv: MegaKVSection = Field(default_factory=MegaKVSection)
 
     @field_validator("dtype", mode="before")
@@ -180,6 +183,18 @@ POLICY_NEEDS = {"alg1": ("profile", "profile"), "alg5": ("profile", "profile"), 
 """The setting that a policy reads, and the command that writes its file."""
 
 
+def _not_captured(config: MegaKVConfig) -> str:
+    """Why steps of decoding cannot be CUDA graphs whatever the device; empty if they can."""
+    section = config.megakv
+    if config.cp_size * config.tp_size > 1:
+        return "messages between ranks are not captured, so one rank is needed"
+    if section.offload.enabled:
+        return "what is offloaded is brought by the host, step by step"
+    if section.fairkv.budget is not None or section.fairkv.mapping is not None:
+        return "kept tokens of heads are attended to by kernels that are not captured"
+    return ""
+
+
 def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | CombinationError]:
     """What is wrong with settings that are right each for itself; `given` is what the user wrote."""
     fields = MegaKVConfig.model_fields
@@ -191,6 +206,8 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | Com
     parallel, named = config.tensor_parallel, "tensor_parallel"
     for key in sorted(parallel.model_fields_set.intersection(REFUSED_TP_KEYS)):
         yield f"{named}.{key} is not supported with MegaKV: groups and shards follow tp_size"
+    if config.enable_cuda_graph and (reason := _not_captured(config)):
+        yield f"enable_cuda_graph = true: {reason}; leave it out"
     if parallel.tp_size < 1:
         yield f"{named}.tp_size = {parallel.tp_size}: allowed: 1 or more"
     if not parallel.enabled and parallel.tp_size > 1:

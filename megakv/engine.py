@@ -71,7 +71,7 @@ class MegaKVEngine(InferenceEngine):
     ):
         model = loaded.module
         # Weights are sharded and typed already: DeepSpeed must not make groups of its own, nor shard again.
-        plain = config.model_copy(update={"dtype": model.dtype})
+        plain = config.model_copy(update={"dtype": model.dtype, "enable_cuda_graph": False})
         plain.tensor_parallel = config.tensor_parallel.model_copy(update={"tp_size": 1})
         super().__init__(model, plain)
         # DeepSpeed hides our method behind its own, which refuses beams and long prompts.
@@ -95,7 +95,9 @@ class MegaKVEngine(InferenceEngine):
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache
         here = loaded.layer_weights is None
         in_memory = self._offloader is None
-        hooks = ForwardHooks(model, runtime, partial(new_cache, layers), slices=here, in_memory=in_memory)
+        graphs = config.enable_cuda_graph is not False
+        own_cache = partial(new_cache, layers)
+        hooks = ForwardHooks(model, runtime, own_cache, slices=here, in_memory=in_memory, graphs=graphs)
         owned.callback(hooks.remove)
         self._limits = LengthLimits(model, config)
         comm.ledger.timeline = config.megakv.tracking.records_events

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megakv.attention.device_step import LayerKind, StepTables
 from megakv.attention.methods import METHODS
 from megakv.attention.step import TokenStep
 from megakv.cache.cache import ShardedCache
@@ -181,6 +182,12 @@ class ForwardPass:
     """Hidden states behind layers that were computed with an earlier one, and which layers those are."""
     token_step: TokenStep | None = None
     """Attends where a layer's rows are in this memory alone; None but for one new token of every sequence."""
+    alone: bool = False
+    """Whether it is a step of one token of every sequence that a CUDA graph may take."""
+    kinds: dict[int, LayerKind | None] | None = None
+    """Where layers are to show how they attend, those that have."""
+    device_step: StepTables | None = None
+    """Attends in the place of everything else, where a CUDA graph has the step."""
     local: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """Packed rows of this rank whose logits are wanted."""
     last: LastRows | None = None

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.device_step import LayerKind
 from megakv.attention.latent import LatentHeads, expanding_pays
 from megakv.attention.merge import add_sinks
 from megakv.attention.method import AttentionCall, AttentionMethod
@@ -207,6 +208,10 @@ class Runtime:
         is asked of: their results are zero.
         """
         kind, step = q_BHSD.device.type, self.current
+        if step is not None and step.device_step is not None:
+            return step.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        if step is not None and step.kinds is not None:
+            step.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
         if step is not None and step.pauses is not None:
             self._reach(step.pauses, 2 * layer)
         if step is not None and step.token_step is not None:

@@ -36,6 +36,11 @@ PACKED_ROWS = 16
 # Up to this many rows of a KV head, reading keys takes longer than multiplying them (measured).
 READ_ROWS = 8
 
+# Operations of one call from which cuDNN's kernels take so much less time, over a model's layers, that making one for sizes
+# that never come again, 0.07 s, pays (measured on an H100: 590 to 680 TFLOP/s, FlashAttention 350).
+CUDNN_OPERATIONS = 2e12
+CUDNN_DIM, CUDNN_CAPABILITY = 128, (9, 0)
+
 Tile = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backend = Callable[..., tuple[Tensor, Tensor]]
 Result = tuple[Callable[[], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
@@ -68,9 +73,10 @@ def attend_block(
     visible_LS = None if visible is None else visible.mask(q_HLD.device)
     if biased:
         return math(q_HLD, k_KSD, v_KSD, scale, causal=causal, visible_LS=visible_LS, softcap=softcap, alibi=alibi)
-    backend = select(q_HLD, v_KSD.shape[-1], masked=visible_LS is not None)
     heads, rows, dim = q_HLD.shape
-    kv_heads = k_KSD.shape[0]
+    kv_heads, keys, _ = k_KSD.shape
+    operations = 4.0 * heads * rows * keys * dim / (2 if causal else 1)
+    backend = select(q_HLD, v_KSD.shape[-1], masked=visible_LS is not None, operations=operations)
     if not everything or rows > PACKED_ROWS or heads == kv_heads:
         return backend(q_HLD, k_KSD, v_KSD, scale, causal=causal, visible_LS=visible_LS)
     # Decode: a kernel reads the keys once per query head; as rows of one head, the group reads them together.
@@ -84,8 +90,8 @@ def _reads(q_HLD: Tensor, kv_heads: int) -> bool:
     return rows == 1 or rows * heads <= READ_ROWS * kv_heads or kv_heads < torch.get_num_threads()
 
 
-def select(q_HLD: Tensor, value_dim: int, *, masked: bool) -> Backend:
-    """The backend for these queries: by device, dtype, head dims and whether there is an explicit mask."""
+def select(q_HLD: Tensor, value_dim: int, *, masked: bool, operations: float = 0.0) -> Backend:
+    """The backend for these queries: by device, dtype, head dims, whether there is an explicit mask, and the work."""
     if q_HLD.dtype == torch.float64:
         return math
     if q_HLD.device.type == "cpu":
@@ -95,6 +101,10 @@ def select(q_HLD: Tensor, value_dim: int, *, masked: bool) -> Backend:
     dim = max(q_HLD.shape[-1], value_dim)
     half = q_HLD.dtype in (torch.float16, torch.bfloat16)
     backend = cuda_flash if half and dim <= 256 and not masked else cuda_efficient
+    if backend is cuda_flash and dim <= CUDNN_DIM and operations >= CUDNN_OPERATIONS:
+        newest = torch.cuda.get_device_capability(q_HLD.device) >= CUDNN_CAPABILITY
+        if newest and _agrees(cuda_cudnn, q_HLD.device, q_HLD.dtype, q_HLD.shape[-1], value_dim):
+            return cuda_cudnn
     return backend if _agrees(backend, q_HLD.device, q_HLD.dtype, q_HLD.shape[-1], value_dim) else math
 
 
@@ -151,6 +161,18 @@ def cuda_flash(
         q[None], k[None], v[None], 0.0, causal, False, scale=scale
     )[:2]
     return out[0, :, :, : v_KSD.shape[-1]], lse[0]
+
+
+def cuda_cudnn(
+    q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float, *, causal: bool = False, visible_LS: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """cuDNN's attention, through ATen: 16-bit dtypes, head dims up to 128, no explicit mask."""
+    assert visible_LS is None
+    q, k, v = _equal_dims(q_HLD, k_KSD, v_KSD, multiple=8)
+    out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q[None], k[None], v[None], None, True, 0.0, causal, False, scale=scale
+    )[:2]
+    return out[0, :, :, : v_KSD.shape[-1]], lse.view(q_HLD.shape[:2])
 
 
 def cuda_efficient(

@@ -24,7 +24,7 @@ from megakv.attention.compiled import DecodeKernel, Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.distributed.ledger import Ledger
-from megakv.distributed.sharding import IntArray, Layout, TokenTable
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 from megakv.library import TYPES, load
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -59,6 +59,21 @@ class RowTable:
             first += table._first
             words += table._words
         return cls(counts, first, words, tables[0].dtype)
+
+    @property
+    def counts(self) -> Sequence[int]:
+        """Runs of each sequence."""
+        return self._counts
+
+    @property
+    def gone(self) -> Sequence[int]:
+        """Rows that the runs of each sequence begin with."""
+        return self._first
+
+    @property
+    def words(self) -> array[int]:
+        """The `Run`s of all sequences."""
+        return self._words
 
     def add(self, sequence: int, rows: int) -> None:
         """So many more rows lie behind the last one of a sequence."""
@@ -213,12 +228,7 @@ def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int, *, pa
         return None
 
     def seen(window: int) -> IntArray:
-        first, held = tokens.slot - window, cache.table
-        rows = [
-            np.searchsorted(held.slots(rank, sequence), first[tokens.run(sequence)], side="right")
-            for sequence in range(tokens.batch)
-        ]
-        return np.concatenate(rows).astype(np.int64)
+        return seen_rows(tokens, cache.table, rank, window)
 
     def gather(partial: Tensor, layer: int) -> Tensor:
         return comm.cp_all_gather(partial, operation="replicated", layer=layer)
@@ -227,6 +237,16 @@ def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int, *, pa
     kept = range(len(tokens)) if stored is None else stored.tolist()
     bounds, over = tokens.bounds.tolist(), gather if size > 1 else None
     return TokenStep(kernel, bounds, kept, seen, over, comm.ledger.compute, pairs=pairs)
+
+
+def seen_rows(tokens: TokenBlock, held: TokenTable, rank: int, window: int) -> IntArray:
+    """``[L]`` for each token the first row that a window reaches, of all that a rank was given of its sequence."""
+    first = tokens.slot - window
+    rows = [
+        np.searchsorted(held.slots(rank, sequence), first[tokens.run(sequence)], side="right")
+        for sequence in range(tokens.batch)
+    ]
+    return np.concatenate(rows).astype(np.int64)
 
 
 @functools.cache

@@ -22,6 +22,7 @@ from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import FewRowsLinears, Products
 from megakv.injection.policy import Positions, depends_on_length
+from megakv.injection.step_graphs import step_graphs
 from megakv.injection.token_layers import TokenLayers
 from megakv.runtime import Runtime
 
@@ -37,8 +38,8 @@ class ForwardHooks:
     """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
     `slices` says whether context-parallel ranks may decode with slices of its weights, which are all there;
-    `in_memory` whether caches lie in the device's memory alone; `length_dependent` whether the model's rotary
-    frequencies follow the longest sequence of a pass.
+    `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be CUDA graphs;
+    `length_dependent` whether the model's rotary frequencies follow the longest sequence of a pass.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ForwardHooks:
         *,
         slices: bool = True,
         in_memory: bool = True,
+        graphs: bool = True,
     ):
         self._runtime = runtime
         self.new_cache = new_cache
@@ -70,6 +72,9 @@ class ForwardHooks:
             )
             planner.slices = self._slices.gains
         self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer)
+        # What follows lengths or positions in Python alone would stay what it was.
+        graphs = graphs and in_memory and self._positions.taken and not self.length_dependent
+        self._graphs = step_graphs(model, runtime, self._last_layer) if graphs else None
         if in_memory:
             runtime.few_rows, runtime.pairs = products.most_rows, products.pairs
             # A turn that may be compressed is not computed so.
@@ -91,6 +96,8 @@ class ForwardHooks:
     def remove(self) -> None:
         """Take the hooks off the model."""
         self._layers.remove()
+        if self._graphs is not None:
+            self._graphs.remove()
         if self._slices is not None:
             self._slices.remove()
         self._linears.remove()
@@ -135,6 +142,8 @@ class ForwardHooks:
         before = self._runtime.current
         step.outer, self._runtime.current = before if before is not None and before.pausing else None, step
         self._layers.begin(step)
+        if self._graphs is not None:
+            self._graphs.begin(step)
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.turn is not None)
         if step.evict:

@@ -61,7 +61,8 @@ class CudaStreams:
     def enter_thread(self) -> None:
         """Called once by every thread of the link before it works: its device is this one."""
         # A new thread is on the first device, where memory that it pins would take a context of its own.
-        torch.cuda.set_device(self._device)
+        if self._device.index is not None:
+            torch.cuda.set_device(self._device)
 
     def pinned(self, nbytes: int) -> Tensor:
         """Host memory that is copied fast and beside computation."""

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -98,7 +98,7 @@ class Transfer:
         self.moves, self.after = tuple(moves), tuple(after)
         self.nbytes = sum(move.nbytes for move in moves)
         self.file_bytes = sum(move.nbytes for move in moves if not move.in_memory)
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self.first: Any = None
         self.ended: Any = None
         self._streams = streams
@@ -119,6 +119,12 @@ class Transfer:
             self.error = problem
         self.moves, self.after = (), ()
         self._made.set()
+
+    def left(self, work: Future[None]) -> None:
+        """What was to make it has ended; if it never began, as where a thread could not be made ready, it failed."""
+        if not self.made:
+            self.error, self.moves, self.after = work.exception() or RuntimeError("it was not begun"), (), ()
+            self._made.set()
 
     def join(self) -> None:
         """Block until the thread has done its part."""
@@ -226,7 +232,7 @@ class Link(ABC):
         """Copy what a transfer moves."""
 
     def _queue(self, transfer: Transfer) -> None:
-        self._threads[transfer.direction].submit(transfer.make, self._copy)
+        self._threads[transfer.direction].submit(transfer.make, self._copy).add_done_callback(transfer.left)
 
     def close(self) -> None:
         """End all transfers and give back threads or streams."""

@@ -13,7 +13,8 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def test_engine_equals_the_plain_model(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    run_ranks(Path(__file__).parent / "ranks" / "engine.py", out, ranks=1, timeout=300).check()
+    script, env = Path(__file__).parent / "ranks" / "engine.py", {"DS_ACCELERATOR": "cuda"}
+    run_ranks(script, out, ranks=1, timeout=300, launcher="deepspeed", env=env).check()
     found = json.loads(out.read_text())
     assert "nccl" in found["backend"] and found["sum"] == [2.5, 2.5, 2.5]
     exact, half = found["torch.float32"], found["torch.bfloat16"]

@@ -103,8 +103,8 @@ def test_files_and_memory_keep_one_order(tmp_path: Path) -> None:
         wrong.append((target != expected).any())
         row = int(torch.randint(2 * count, (1,), generator=generator))
         expected[row] = torch.randn(width, generator=generator).half().to(device)
-        tier, place = (memory, disk)[row // count], row % count
-        rows = tier.rows(place * width * 2, 1, width, torch.float16)
+        tier, at = (memory, disk)[row // count], row % count
+        rows = tier.rows(at * width * 2, 1, width, torch.float16)
         written = link.start("out", [Move(rows, expected[row : row + 1].clone(), place)])
     assert not torch.stack(wrong).any()
     written.settle()

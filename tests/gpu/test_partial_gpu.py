@@ -19,7 +19,11 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 @pytest.mark.parametrize("dims", [(64, 64), (80, 80), (128, 128), (192, 128)], ids=str)
 @pytest.mark.parametrize("kv_heads", [1, 4, 8])
 @pytest.mark.parametrize("window", [None, 100])
-def test_parts_on_cuda(dtype, dims, kv_heads, window, caplog):
+@pytest.mark.parametrize("large", [False, True])
+def test_parts_on_cuda(dtype, dims, kv_heads, window, large, caplog, monkeypatch):
+    if large:
+        # Kernels that only pay for large blocks.
+        monkeypatch.setattr(backends, "CUDNN_OPERATIONS", 0.0)
     generator = torch.Generator("cuda").manual_seed(kv_heads)
     rng = np.random.default_rng(kv_heads)
     length = 1000

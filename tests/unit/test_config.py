@@ -123,7 +123,15 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"tensor_parallel": {"enabled": False, "tp_size": 2}}, "enabled = false contradicts"),
         ({"replace_with_kernel_inject": True}, "replace_with_kernel_inject = True is not supported with MegaKV"),
         ({"checkpoint": "x.json"}, "checkpoint = 'x.json' is not supported with MegaKV: pass the model's directory"),
-        ({"enable_cuda_graph": True}, "enable_cuda_graph = True is not supported"),
+        (
+            {"enable_cuda_graph": True, "megakv": {"context_parallel": {"size": 2}}},
+            "enable_cuda_graph = true: messages between ranks are not captured, so one rank is needed; leave it out",
+        ),
+        ({"enable_cuda_graph": True, "megakv": {"fairkv": {"budget": 64}}}, "enable_cuda_graph = true: kept tokens"),
+        (
+            {"enable_cuda_graph": True, "megakv": {"offload": {"enabled": True}}},
+            "enable_cuda_graph = true: what is off",
+        ),
         ({"training_mp_size": 2}, "training_mp_size = 2 is not supported"),
         ({"kernel_inject": True}, "config: kernel_inject = True is not supported"),
         (

@@ -1,0 +1,244 @@
+"""A decoder's steps of one token of every sequence as CUDA graphs: one launch for what is hundreds of kernels.
+
+A GPU takes less time for a small step than Python to start its kernels. What changes from step to step lies in device
+memory at fixed places (`StepTables`), so one graph serves all steps of as many sequences, whatever caches they have.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from megakv.attention.device_step import LayerKind, StepTables, attends_on_device
+from megakv.forward_pass import ForwardPass, Generation
+from megakv.injection.last_layer import LastLayerRows
+from megakv.runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+INPUTS = ("input_ids", "inputs_embeds", "position_ids")
+"""What a decoder is given in tensors; with any other it is left alone."""
+CACHE = "past_key_values"
+STEPS = ((8, 1), (64, 8), (256, 32))
+"""Up to so many sequences, a graph is of a multiple of that."""
+
+
+def padded(sequences: int) -> int | None:
+    """Of how many a graph is that takes so many sequences; None for more than any takes."""
+    return next((-(-sequences // step) * step for most, step in STEPS if sequences <= most), None)
+
+
+class StepGraphs:
+    """Another `forward` for the decoder of a model, until `remove`.
+
+    The first step shows how layers attend. Of as many sequences, the next one computes as graphs do, and the one behind
+    it is captured; with tensor-parallel ranks none is. Steps of other models, or that somebody listens to, are what
+    they are without it.
+    """
+
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows):
+        self._decoder: Any = model.get_decoder()
+        self._runtime, self._last_layer = runtime, last_layer
+        self._generation: Callable[[], Generation | None] = lambda: None
+        self._stale, self._hooks = True, list[dict[int, Any]]()
+        self._state = list[tuple[Any, ...]]()
+        self._kinds: dict[int, LayerKind] | None = {}
+        self._steps: dict[int, StepGraph] = {}
+        self._pool: Any = None
+        self._names = list(inspect.signature(self._decoder.forward).parameters)
+        self._decoder.forward = self
+
+    def remove(self) -> None:
+        """Give the decoder its own `forward` back."""
+        if vars(self._decoder).get("forward") is self:
+            del self._decoder.forward
+        self._steps.clear()
+
+    def begin(self, step: ForwardPass) -> None:
+        """A pass begins. What graphs were captured of is looked at before the first one of a call."""
+        tokens = step.tokens
+        plain = step.turn is None and not (step.watched or step.evict) and step.pauses is None
+        if len(tokens) != tokens.batch or not tokens.single or not plain or step.layout.wanted is not None:
+            self._stale = True
+            return
+        called = step.generation is not None and step.generation is self._generation()
+        if self._stale or not (called or (step.generation is None and step.cache.outlives)):
+            self._look()
+        self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
+        self._stale = False
+        heard = any(number not in self._last_layer.numbers for number in chain.from_iterable(self._hooks))
+        usual = torch.is_autocast_enabled("cuda") or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
+        step.alone = not heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
+
+    def _look(self) -> None:
+        modules = list(self._decoder.modules())
+        self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
+        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        own = (own for each in modules for own in (*each._parameters.values(), *each._buffers.values()))
+        state: list[tuple[Any, ...]] = [
+            (id(each), type(each), each.training, vars(each).get("forward")) for each in modules
+        ]
+        state += [(id(each), each.data_ptr()) for each in own if each is not None]
+        if state != self._state:
+            self._state, self._kinds = state, {}
+            self._steps.clear()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the decoder returns."""
+        step = self._runtime.current
+        if step is None or not step.alone or self._kinds is None:
+            return self._forward(*args, **kwargs)
+        kwargs |= zip(self._names, args, strict=False)
+        given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
+        if not {*given} <= {*INPUTS}:
+            return self._forward(**kwargs)
+        if not self._kinds:
+            return self._shown(step, kwargs)
+        size = padded(len(step.tokens))
+        assert size is not None
+        if size not in self._steps:
+            mesh = self._runtime.comm.mesh
+            # Messages between ranks are not captured.
+            captures = mesh.world_size == 1
+            self._steps[size] = StepGraph(self._forward, self._kinds, size, mesh.device, captures=captures)
+        graph = self._steps[size]
+        if not graph.fits(given, kwargs) or not graph.tables.take(step, self._runtime.comm.mesh.cp_rank):
+            return self._forward(**kwargs)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        output = graph.run(step, given, kwargs, self._pool)
+        for layer, kind in self._kinds.items():
+            self._runtime.stepped(step, layer, kind.scoring.window)
+        return output
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._decoder).forward(self._decoder, *args, **kwargs)
+
+    def _shown(self, step: ForwardPass, kwargs: dict[str, Any]) -> Any:
+        """An ordinary step, in which layers show how they attend."""
+        step.kinds = {}
+        output = self._forward(**kwargs)
+        known = step.kinds and isinstance(output, ModelOutput) and CACHE in output
+        known = known and all(kind is not None for kind in step.kinds.values())
+        self._kinds = {layer: kind for layer, kind in step.kinds.items() if kind is not None} if known else None
+        return output
+
+
+class StepGraph:
+    """Steps of up to `size` sequences: computed as graphs are at first, then, where it `captures`, replayed."""
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        kinds: dict[int, LayerKind],
+        size: int,
+        device: torch.device,
+        *,
+        captures: bool,
+    ):
+        self._forward, self._size, self._device = forward, size, device
+        self.tables = StepTables(kinds, size, device)
+        self._inputs: dict[str, Tensor] = {}
+        self._others: dict[str, Any] = {}
+        self._stream = torch.cuda.Stream(device)
+        self._graph: Any = None
+        self._output: Any = None
+        self._warm, self._captures = False, captures
+
+    def fits(self, given: dict[str, Tensor], kwargs: dict[str, Any]) -> bool:
+        """Whether a decoder is called as it was for the first time, but for what its tensors hold, and its cache."""
+        others = {name: value for name, value in kwargs.items() if name not in given and name != CACHE}
+        if not self._inputs:
+            shapes = {name: (1, self._size, *tensor.shape[2:]) for name, tensor in given.items()}
+            self._inputs = {name: given[name].new_zeros(shape) for name, shape in shapes.items()}
+            self._others = others
+        same = {*given} == {*self._inputs} and others == self._others
+        return same and all(
+            (tensor.dtype, tensor.shape[2:]) == (self._inputs[name].dtype, self._inputs[name].shape[2:])
+            and tensor.shape[0] == 1
+            for name, tensor in given.items()
+        )
+
+    def run(self, step: ForwardPass, given: dict[str, Tensor], kwargs: dict[str, Any], pool: Any) -> Any:
+        """The decoder's output for the sequences of a step, whose rows `tables` has taken."""
+        rows = len(step.tokens)
+        for name, tensor in given.items():
+            self._inputs[name][:, :rows] = tensor
+        if self._graph is None and self._warm and self._captures:
+            self._capture(step, kwargs, pool)
+        if self._graph is not None:
+            self._graph.replay()
+            output = self._output
+        elif self._captures:
+            output = self._watched(step, kwargs)
+        else:
+            output = self._computed(step, kwargs)
+        self._warm = True
+        if rows == self._size:
+            return type(output)(**{**output, CACHE: kwargs.get(CACHE)})
+        cut = {name: value[:, :rows] if isinstance(value, Tensor) else value for name, value in output.items()}
+        return type(output)(**{**cut, CACHE: kwargs.get(CACHE)})
+
+    def _computed(self, step: ForwardPass, kwargs: dict[str, Any]) -> Any:
+        step.device_step = self.tables
+        try:
+            output = self._forward(**{**kwargs, **self._inputs})
+        finally:
+            step.device_step = None
+        # Held as long as the graph: nobody's cache may be.
+        return type(output)(**{name: value for name, value in output.items() if name != CACHE})
+
+    def _watched(self, step: ForwardPass, kwargs: dict[str, Any]) -> Any:
+        """The same for the first time: whether the host waits in it for the device, which cannot be captured."""
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return self._computed(step, kwargs)
+        except RuntimeError as error:
+            if "synchronizing" not in str(error):
+                raise
+            self._leave(error)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return self._computed(step, kwargs)
+
+    def _capture(self, step: ForwardPass, kwargs: dict[str, Any], pool: Any) -> None:
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
+        # A capture that fails leaves the device's random numbers to itself.
+        random_state = generator.clone_state()
+        try:
+            # Other threads, as those of links to host memory, go on with what they do.
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                self._output = self._computed(step, kwargs)
+        except RuntimeError as error:
+            generator.graphsafe_set_state(random_state)
+            self._output = None
+            self._leave(error)
+            return
+        self._graph = graph
+
+    def _leave(self, error: RuntimeError) -> None:
+        self._captures = False
+        reason = str(error).partition("\n")[0]
+        logger.warning("steps of %d sequences are not captured in a CUDA graph: %s", self._size, reason)
+
+
+def step_graphs(model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows) -> StepGraphs | None:
+    """Those of an engine whose caches lie on the device; None where there are none: on processors, where sequences are
+    spread over ranks, caches compressed or heads shared, and without the kernels.
+    """
+    mesh = runtime.comm.mesh
+    alone = mesh.cp_size == 1 and runtime.compressor is None and runtime.replicas is None
+    if mesh.device.type != "cuda" or not alone or not attends_on_device():
+        return None
+    return StepGraphs(model, runtime, last_layer)
