@@ -335,11 +335,11 @@ class Runtime:
             self.comm.ledger.enter_dense()
         return out
 
-    def stepped(self, step: ForwardPass, layer: int, window: int | None) -> None:
-        """A layer has stored the new rows of a step of decoding, and attended to all."""
+    def stepped(self, step: ForwardPass, layer: int, window: int | None, method: str | None = None) -> None:
+        """A layer has stored the new rows of a step of decoding, and attended to all; by that method, or the pass's."""
         step.cache.windows[layer] = window
         step.cache.attended(layer, step.slots)
-        self.comm.ledger.attended(str(step.method))
+        self.comm.ledger.attended(method or str(step.method))
 
     @staticmethod
     def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:

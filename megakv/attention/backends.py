@@ -36,8 +36,8 @@ PACKED_ROWS = 16
 # Up to this many rows of a KV head, reading keys takes longer than multiplying them (measured).
 READ_ROWS = 8
 
-# Operations of one call from which cuDNN's kernels take so much less time, over a model's layers, that making one for sizes
-# that never come again, 0.07 s, pays (measured on an H100: 590 to 680 TFLOP/s, FlashAttention 350).
+# Operations of one call from which cuDNN's kernels take so much less time, over a model's layers, that it pays to make
+# one for sizes that never come again: that takes 0.07 s (measured on an H100: 590 to 680 TFLOP/s, FlashAttention 350).
 CUDNN_OPERATIONS = 2e12
 CUDNN_DIM, CUDNN_CAPABILITY = 128, (9, 0)
 

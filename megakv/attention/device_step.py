@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,14 +23,48 @@ MOST_RUNS = 9
 """Of a sequence in a layer: as many segments as `megakv.cache.segments` leaves, and a tail."""
 ADDRESS_BYTES, STRIDE_ELEMENTS = 16, 8
 """Of which addresses, and strides and head dims, are multiples, so that reads are wide."""
-MOST_DIM = 256
-"""Of heads: of wider ones a tile has no room where products are made."""
+LEAST_ROWS = 16
+"""A product of Triton has as many query rows at least."""
+KEYS = ((64, 3), (64, 2), (32, 2))
+"""Keys of a tile, and tiles under way: the first of them that has room."""
+SHARED_SHARE = 0.9
+"""Of the memory that a block of threads shares, which products need some of themselves."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def attends_on_device() -> bool:
     """Whether the kernels can be there: builds of PyTorch for CUDA bring what compiles them."""
     return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
+
+
+LEAST_SHARED_BYTES = 48 << 10
+"""Of what every GPU has."""
+
+
+class Tiles(NamedTuple):
+    """Sizes of what a kernel has in hand: powers of two, but for how many tiles of keys are under way."""
+
+    rows: int
+    width: int
+    value_width: int
+    keys: int
+    stages: int
+
+    @classmethod
+    def of(cls, group: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles | None:
+        """Those of so many query rows of a KV head; None where there is no room for them."""
+        rows, width, value_width = (max(LEAST_ROWS, 1 << (size - 1).bit_length()) for size in (group, dim, value_dim))
+        room = SHARED_SHARE * _shared_bytes(device)
+        for keys, stages in KEYS:
+            held = rows * (width + keys) + (stages - 1) * keys * (width + value_width)
+            if held * dtype.itemsize <= room:
+                return cls(rows, width, value_width, keys, stages)
+        return None
+
+
+@functools.cache
+def _shared_bytes(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
 
 
 @dataclass(frozen=True)
@@ -47,11 +81,9 @@ class LayerKind:
         kinds, dims = {q_BHSD.dtype, k_BKSD.dtype, v_BKSD.dtype}, (k_BKSD.shape[3], v_BKSD.shape[3])
         strides = (each.stride(3) for each in (q_BHSD, k_BKSD, v_BKSD))
         scored = scoring.alibi_slopes is None and scoring.latent is None and scoring.value_columns is None
-        fits = (
-            len(kinds) == 1
-            and kinds <= {*TYPES}
-            and all(dim <= MOST_DIM and dim % STRIDE_ELEMENTS == 0 for dim in dims)
-        )
+        fits = len(kinds) == 1 and kinds <= {*TYPES} and not any(dim % STRIDE_ELEMENTS for dim in dims)
+        group = q_BHSD.shape[1] // k_BKSD.shape[1]
+        fits = fits and Tiles.of(group, *dims, q_BHSD.dtype, q_BHSD.device) is not None
         if not fits or not scored or any(stride != 1 for stride in strides):
             return None
         return cls(scoring, *(each.new_empty((each.shape[1], 0, each.shape[3])) for each in (k_BKSD, v_BKSD)))

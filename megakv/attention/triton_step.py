@@ -14,12 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megakv.attention.device_step import Tiles
+
 RUN_WORDS = tl.constexpr(7)
 """Of a `megakv.attention.compiled.Run`."""
-NARROW_BYTES, NARROW, WIDE = 256, (64, 3), (32, 2)
-"""Keys of a tile, and tiles under way, of keys that have up to so many bytes, and of wider ones."""
-LEAST_ROWS = 16
-"""A product of Triton has as many query rows at least."""
 PROGRAMS = 528
 """Four for each multiprocessor of an H100: the keys of few sequences are split among as many."""
 MOST_SPLITS = 64
@@ -74,10 +72,9 @@ def _attend(
         run = runs + index * RUN_WORDS
         count = tl.load(run + 2).to(tl.int32)
         k_step, v_step = tl.multiple_of(tl.load(run + 4), 8), tl.multiple_of(tl.load(run + 6), 8)
-        k_base = tl.multiple_of(tl.load(run), 16).to(q_ptr.dtype)
-        v_base = tl.multiple_of(tl.load(run + 1), 16).to(q_ptr.dtype)
-        k_base += tl.multiple_of(head * tl.load(run + 3), 8)
-        v_base += tl.multiple_of(head * tl.load(run + 5), 8)
+        # Said of pointers, not of the numbers that they were: else elements are read one by one.
+        k_base = tl.multiple_of(tl.load(run).to(q_ptr.dtype) + head * tl.load(run + 3), 16)
+        v_base = tl.multiple_of(tl.load(run + 1).to(q_ptr.dtype) + head * tl.load(run + 5), 16)
         low, high = tl.maximum(first - before, 0), tl.minimum(last - before, count)
         for at in range(low, high, KEYS):
             rows = at + tl.arange(0, KEYS)
@@ -109,8 +106,8 @@ def _attend(
 
 @triton.jit
 def _merge(
-    part_ptr, lse_ptr, sinks, out_ptr, out_lse_ptr, heads, DV: tl.constexpr, V_WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    part_ptr, lse_ptr, sinks, out_ptr, heads, DV: tl.constexpr, V_WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """All parts of one sequence's query of one head, by their log-sum-exps of base 2."""
     at = tl.program_id(0).to(tl.int64)
@@ -127,12 +124,8 @@ def _merge(
         total += tl.exp2(sink - shift)
     parts_at = part_ptr + (at * SPLITS + split)[:, None] * DV + column[None, :]
     parts = tl.load(parts_at, mask=(column < DV)[None, :] & (split >= 0)[:, None], other=0.0)
-    seen = total > 0
-    out = tl.sum(parts * weights[:, None], 0) / tl.where(seen, total, 1.0)
+    out = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
     tl.store(out_ptr + at * DV + column, out.to(out_ptr.dtype.element_ty), mask=column < DV)
-    if LSE:
-        found = tl.where(seen, (shift + tl.log2(tl.where(seen, total, 1.0))) / LOG2_E, float("-inf"))
-        tl.store(out_lse_ptr + at, found)
 
 
 def attend_step(
@@ -156,48 +149,27 @@ def attend_step(
         ``[H]`` scores of a key that every query sees, and whose value is zero.
     """
     (_, heads, rows, dim), kv_heads, value_dim = q_BHSD.shape, k_BKSD.shape[1], v_BKSD.shape[3]
-    width = triton.next_power_of_2(max(dim, value_dim))
+    group, splits, device = heads // kv_heads, splits_for(rows * kv_heads), q_BHSD.device
+    tiles = Tiles.of(group, dim, value_dim, q_BHSD.dtype, device)
+    assert tiles is not None, "no room for tiles of such heads"
     _store[(rows, kv_heads)](
         k_BKSD, v_BKSD, k_BKSD.stride(1), k_BKSD.stride(2), v_BKSD.stride(1), v_BKSD.stride(2), bounds, runs,
-        D=dim, DV=value_dim, WIDTH=width,
+        D=dim, DV=value_dim, WIDTH=max(tiles.width, tiles.value_width),
     )  # fmt: skip
-    out = q_BHSD.new_empty((1, rows, heads, value_dim))
-    _attend_to(q_BHSD[0].transpose(0, 1), kv_heads, scale, bounds, skips, runs, out[0], softcap=softcap, sinks=sinks)
-    return out
-
-
-def attend_runs(q_KRD: Tensor, value_dim: int, scale: float, bounds: Tensor, runs: Tensor) -> tuple[Tensor, Tensor]:
-    """R queries of each of several sequences of one KV head: ``[K, R, Dv]`` and the natural log-sum-exp ``[K, R]``.
-
-    `bounds` ``[K + 1]`` and `runs` are as in `attend_step`; both results are float32, 0 and -inf without keys.
-    """
-    count, rows, _ = q_KRD.shape
-    out = torch.empty((count, rows, value_dim), dtype=torch.float32, device=q_KRD.device)
-    lse = torch.empty((count, rows), dtype=torch.float32, device=q_KRD.device)
-    _attend_to(q_KRD, 1, scale, bounds, bounds.new_zeros(count), runs, out, lse)
-    return out, lse
-
-
-def _attend_to(
-    q_LHD: Tensor, kv_heads: int, scale: float, bounds: Tensor, skips: Tensor, runs: Tensor, out_LHD: Tensor,
-    lse_LH: Tensor | None = None, *, softcap: float | None = None, sinks: Tensor | None = None,
-) -> None:  # fmt: skip
-    (rows, heads, dim), value_dim, device = q_LHD.shape, out_LHD.shape[2], q_LHD.device
-    group, splits = heads // kv_heads, splits_for(rows * kv_heads)
-    width, v_width = (max(LEAST_ROWS, triton.next_power_of_2(each)) for each in (dim, value_dim))
-    keys, stages = NARROW if width * q_LHD.element_size() <= NARROW_BYTES else WIDE
     parts = torch.empty((rows, heads, splits, value_dim), dtype=torch.float32, device=device)
     lses = torch.empty((rows, heads, splits), dtype=torch.float32, device=device)
     _attend[(rows, kv_heads, splits)](
-        q_LHD, q_LHD.stride(1), q_LHD.stride(0), bounds, skips, runs, parts, lses, scale, softcap or 1.0,
-        GROUP=group, ROWS=max(LEAST_ROWS, triton.next_power_of_2(group)), D=dim, DV=value_dim, WIDTH=width,
-        V_WIDTH=v_width, KEYS=keys, SPLITS=splits, CAPPED=softcap is not None,
-        PRECISION="ieee" if q_LHD.dtype == torch.float32 else "tf32", num_stages=stages,
+        q_BHSD, q_BHSD.stride(1), q_BHSD.stride(2), bounds, skips, runs, parts, lses, scale, softcap or 1.0,
+        GROUP=group, ROWS=tiles.rows, D=dim, DV=value_dim, WIDTH=tiles.width, V_WIDTH=tiles.value_width,
+        KEYS=tiles.keys, SPLITS=splits, CAPPED=softcap is not None,
+        PRECISION="ieee" if q_BHSD.dtype == torch.float32 else "tf32", num_stages=tiles.stages,
     )  # fmt: skip
+    out = q_BHSD.new_empty((1, rows, heads, value_dim))
     _merge[(rows * heads,)](
-        parts, lses, lses if sinks is None else sinks, out_LHD, lses if lse_LH is None else lse_LH, heads,
-        DV=value_dim, V_WIDTH=v_width, SPLITS=splits, SINKS=sinks is not None, LSE=lse_LH is not None,
+        parts, lses, lses if sinks is None else sinks, out, heads, DV=value_dim, V_WIDTH=tiles.value_width,
+        SPLITS=splits, SINKS=sinks is not None,
     )  # fmt: skip
+    return out
 
 
 def splits_for(programs: int) -> int:

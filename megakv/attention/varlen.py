@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.backends import trusted
-from megakv.attention.compiled import Run
-from megakv.attention.device_step import ADDRESS_BYTES, attends_on_device
 from megakv.attention.merge import merge_by_owner
 from megakv.attention.reference import dense_attention
 from megakv.device import upload
@@ -36,7 +33,6 @@ class KeyRuns:
 
     counts: IntArray
     device: torch.device
-    _tables: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def longest(self) -> int:
@@ -47,30 +43,6 @@ class KeyRuns:
     def bounds(self) -> Tensor:
         """``[K + 1]`` int32, where each begins and ends (``cu_seqlens``)."""
         return self._bounds(self.counts)
-
-    @cached_property
-    def one_run_each(self) -> Tensor:
-        """``[K + 1]`` int64, the same where each is one run of a table."""
-        return upload(np.arange(len(self.counts) + 1), self.device)
-
-    def table(self, k_nD: Tensor, v_nD: Tensor) -> Tensor | None:
-        """``[K, 7]`` a `Run` of each in such keys and values; None where they do not lie as kernels read them."""
-        pair = k_nD, v_nD
-        if any(each.data_ptr() % ADDRESS_BYTES or each.stride(0) % MULTIPLE for each in pair):
-            return None
-        if any(each.stride(0) * each.element_size() % ADDRESS_BYTES for each in pair):
-            return None
-        place = tuple((each.data_ptr(), each.stride(0)) for each in pair)
-        # Tokens that were kept stay where they are: their table is made once.
-        if self._tables.get("place") != place:
-            found = np.zeros((len(self.counts), len(Run._fields)), dtype=np.int64)
-            before = np.cumsum(self.counts) - self.counts
-            for kind, each in enumerate(pair):
-                found[:, kind] = each.data_ptr() + before * each.stride(0) * each.element_size()
-                found[:, 4 + 2 * kind] = each.stride(0)
-            found[:, 2] = self.counts
-            self._tables.update(place=place, table=upload(found, self.device))
-        return self._tables["table"]
 
     @cached_property
     def one_each(self) -> Tensor:
@@ -93,16 +65,6 @@ class KeyRuns:
 
     def _bounds(self, counts: IntArray) -> Tensor:
         return upload(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32), self.device)
-
-
-def split(q_KRD: Tensor, k_nD: Tensor, v_nD: Tensor, runs: KeyRuns, scale: float) -> tuple[Tensor, Tensor]:
-    """MegaKV's kernel, which splits each run into as many parts; what it cannot read goes to another."""
-    from megakv.attention.triton_step import attend_runs
-
-    table = runs.table(k_nD, v_nD)
-    if table is None:
-        return efficient(q_KRD, k_nD, v_nD, runs, scale)
-    return attend_runs(q_KRD, v_nD.shape[1], scale, runs.one_run_each, table)
 
 
 def flash(q_KRD: Tensor, k_nD: Tensor, v_nD: Tensor, runs: KeyRuns, scale: float) -> tuple[Tensor, Tensor]:
@@ -144,8 +106,6 @@ def select_varlen(q: Tensor, k_nD: Tensor, v_nD: Tensor) -> VarlenKernel | None:
         return None
     half = q.dtype in (torch.float16, torch.bfloat16)
     kernels = [flash, efficient] if half and dims[0] == dims[1] <= FLASH_DIM else [efficient]
-    if attends_on_device() and max(dims) <= FLASH_DIM:
-        kernels = [split, *kernels]
     return next((kernel for kernel in kernels if _agrees(kernel, q.device, q.dtype, *dims)), None)
 
 

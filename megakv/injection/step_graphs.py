@@ -23,6 +23,7 @@ from megakv.attention.device_step import LayerKind, StepTables, attends_on_devic
 from megakv.forward_pass import ForwardPass, Generation
 from megakv.injection.last_layer import LastLayerRows
 from megakv.runtime import Runtime
+from megakv.tracking.measurements import CAPTURED
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,7 @@ class StepGraphs:
             self._pool = torch.cuda.graph_pool_handle()
         output = graph.run(step, given, kwargs, self._pool)
         for layer, kind in self._kinds.items():
-            self._runtime.stepped(step, layer, kind.scoring.window)
+            self._runtime.stepped(step, layer, kind.scoring.window, CAPTURED if graph.captured else None)
         return output
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -154,6 +155,11 @@ class StepGraph:
         self._graph: Any = None
         self._output: Any = None
         self._warm, self._captures = False, captures
+
+    @property
+    def captured(self) -> bool:
+        """Whether steps are replayed."""
+        return self._graph is not None
 
     def fits(self, given: dict[str, Tensor], kwargs: dict[str, Any]) -> bool:
         """Whether a decoder is called as it was for the first time, but for what its tensors hold, and its cache."""

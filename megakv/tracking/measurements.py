@@ -12,6 +12,8 @@ from pydantic import ConfigDict, Field
 from megakv.fairkv.layer import barrier_utilisation, busy_rates
 
 PERCENTILES = (50, 90, 99)
+CAPTURED = "cuda_graph"
+"""How it is counted, beside attention methods, where a layer was part of a CUDA graph."""
 STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 # What a file may hold: numbers that sums, ratios and axes of pictures can bear.
 Count = Annotated[int, Field(ge=0, lt=2**63)]

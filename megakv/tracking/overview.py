@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megakv.tracking.measurements import PERCENTILES, PrefillPlan
+from megakv.tracking.measurements import CAPTURED, PERCENTILES, PrefillPlan
 from megakv.tracking.report import RunReport
 from megakv.tracking.served import ServedTraffic
 from megakv.tracking.tables import passes_by_plan
@@ -97,9 +97,10 @@ def _attention(report: RunReport, stage: str) -> str:
     counts = report.methods.get(stage, {})
     if not counts:
         return ""
-    if report.mesh["cp"] == 1:
-        return "tensor parallelism alone" if report.mesh["tp"] > 1 else NAMES["single"]
     total = sum(counts.values())
+    if report.mesh["cp"] == 1:
+        captured = f", {counts[CAPTURED] / total:.0%} in CUDA graphs" if counts.get(CAPTURED) else ""
+        return ("tensor parallelism alone" if report.mesh["tp"] > 1 else NAMES["single"]) + captured
     shares = sorted(counts.items(), key=lambda pair: -pair[1])
     words = ", ".join(
         NAMES.get(name, name) + f" in {count / max(1, total):.0%} of layers" * (len(counts) > 1)

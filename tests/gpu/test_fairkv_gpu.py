@@ -45,28 +45,3 @@ def test_thresholds_on_cuda_are_those_of_the_cpu():
     expected = thresholds(keys, groups, wanted, lambda counts: counts)
     found = thresholds(keys.cuda(), groups.cuda(), wanted.cuda(), lambda counts: counts)
     assert torch.equal(found.cpu(), expected)
-
-
-def test_time_goes_with_what_was_kept():
-    """Against the padded form, in which every head is as long as the longest."""
-    length, kv_heads, dim = 1 << 19, 8, 128
-    k, v = (torch.randn(kv_heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    q = torch.randn(32, 1, dim, device="cuda", dtype=torch.bfloat16)
-    skewed = torch.zeros(kv_heads, length, dtype=torch.bool, device="cuda")
-    skewed[0] = True
-    skewed[1:, ::64] = True
-    bodies = [RaggedBody.kept(k, v, mask, np.arange(length)) for mask in (skewed, torch.ones_like(skewed))]
-    times, slots = [], np.arange(length)
-    for body in bodies:
-        assert body is not None
-        best = float("inf")
-        for _ in range(20):
-            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            partial = PartialAttention(q, np.array([length]), Scoring(0.1))
-            RaggedPart(0, body, slots, slots).add_to(partial)
-            stop.record()
-            torch.cuda.synchronize()
-            best = min(best, start.elapsed_time(stop))
-        times.append(best)
-    assert times[0] < 0.5 * times[1]

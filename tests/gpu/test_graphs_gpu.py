@@ -64,7 +64,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
 def captured(engine: Any) -> set[int]:
     """Of how many sequences there are graphs."""
     graphs = engine._hooks._graphs
-    return set() if graphs is None else {size for size, one in graphs._steps.items() if one._graph is not None}
+    return set() if graphs is None else {size for size, one in graphs._steps.items() if one.captured}
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *OTHERS])
@@ -78,6 +78,11 @@ def test_tokens_are_the_plain_model_s(name: str) -> None:
             assert padded(rows) in captured(engine)
     ids, mask = prompts(2, 30)
     assert torch.equal(generate(engine, ids, mask, num_beams=3), generate(model, ids, mask, num_beams=3))
+    if name in CAPTURED:
+        # Its last call was one of beams.
+        generate(engine, ids, mask)
+        counts = engine.report().methods["decode"]
+        assert counts["cuda_graph"] > 0.8 * sum(counts.values())
     engine.destroy()
     assert "forward" not in vars(engine.module.get_decoder())
 
