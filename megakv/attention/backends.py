@@ -313,8 +313,9 @@ def trusted(kernel: Callable[..., object], results: Sequence[Result], dtype: tor
     for call, expected in results:
         try:
             problem = difference(call(), expected, tolerance)
-        except RuntimeError as error:
-            problem = str(error)
+        except Exception as error:
+            # Whatever compiles it has errors of its own.
+            problem = str(error) or type(error).__name__
         if problem:
             name = getattr(kernel, "__name__", str(kernel))
             logger.warning("%s is not used for %s, slower kernels are: %s", name, case, problem)

@@ -6,15 +6,18 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.attention.backends import trusted
 from megakv.attention.compiled import Run
-from megakv.attention.reference import Scoring
+from megakv.attention.merge import add_sinks
+from megakv.attention.reference import Scoring, dense_attention
 from megakv.attention.step import RowTable, seen_rows
+from megakv.attention.tiles import Tiles
 from megakv.device import upload
 from megakv.distributed.sharding import TokenBlock, TokenTable
 
@@ -23,48 +26,18 @@ MOST_RUNS = 9
 """Of a sequence in a layer: as many segments as `megakv.cache.segments` leaves, and a tail."""
 ADDRESS_BYTES, STRIDE_ELEMENTS = 16, 8
 """Of which addresses, and strides and head dims, are multiples, so that reads are wide."""
-LEAST_ROWS = 16
-"""A product of Triton has as many query rows at least."""
-KEYS = ((64, 3), (64, 2), (32, 2))
-"""Keys of a tile, and tiles under way: the first of them that has room."""
-SHARED_SHARE = 0.9
-"""Of the memory that a block of threads shares, which products need some of themselves."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+LEAST_CAPABILITY = (8, 0)
+"""Of GPUs for which Triton compiles products of all three types."""
 
 
 def attends_on_device() -> bool:
     """Whether the kernels can be there: builds of PyTorch for CUDA bring what compiles them."""
-    return torch.cuda.is_available() and importlib.util.find_spec("triton") is not None
-
-
-LEAST_SHARED_BYTES = 48 << 10
-"""Of what every GPU has."""
-
-
-class Tiles(NamedTuple):
-    """Sizes of what a kernel has in hand: powers of two, but for how many tiles of keys are under way."""
-
-    rows: int
-    width: int
-    value_width: int
-    keys: int
-    stages: int
-
-    @classmethod
-    def of(cls, group: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles | None:
-        """Those of so many query rows of a KV head; None where there is no room for them."""
-        rows, width, value_width = (max(LEAST_ROWS, 1 << (size - 1).bit_length()) for size in (group, dim, value_dim))
-        room = SHARED_SHARE * _shared_bytes(device)
-        for keys, stages in KEYS:
-            held = rows * (width + keys) + (stages - 1) * keys * (width + value_width)
-            if held * dtype.itemsize <= room:
-                return cls(rows, width, value_width, keys, stages)
-        return None
-
-
-@functools.cache
-def _shared_bytes(device: torch.device) -> int:
-    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", LEAST_SHARED_BYTES))
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability() >= LEAST_CAPABILITY
 
 
 @dataclass(frozen=True)
@@ -82,9 +55,10 @@ class LayerKind:
         strides = (each.stride(3) for each in (q_BHSD, k_BKSD, v_BKSD))
         scored = scoring.alibi_slopes is None and scoring.latent is None and scoring.value_columns is None
         fits = len(kinds) == 1 and kinds <= {*TYPES} and not any(dim % STRIDE_ELEMENTS for dim in dims)
-        group = q_BHSD.shape[1] // k_BKSD.shape[1]
-        fits = fits and Tiles.of(group, *dims, q_BHSD.dtype, q_BHSD.device) is not None
         if not fits or not scored or any(stride != 1 for stride in strides):
+            return None
+        group, device = q_BHSD.shape[1] // k_BKSD.shape[1], q_BHSD.device
+        if Tiles.of(group, *dims, q_BHSD.dtype, device) is None or not _agrees(group, *dims, q_BHSD.dtype, device):
             return None
         return cls(scoring, *(each.new_empty((each.shape[1], 0, each.shape[3])) for each in (k_BKSD, v_BKSD)))
 
@@ -115,9 +89,9 @@ class StepTables:
         False, with nothing changed, where they cannot read some.
         """
         tokens, tables = step.tokens, list[RowTable]()
-        sequences = list(range(tokens.batch))
+        new = [1] * tokens.batch
         for layer, kind in self._kinds.items():
-            table = step.cache.store(layer).in_place(sequences, kind.k_KSD, kind.v_KSD)
+            table = step.cache.store(layer).in_place(new, kind.k_KSD, kind.v_KSD)
             if table is None:
                 break
             tables.append(table)
@@ -125,7 +99,7 @@ class StepTables:
         if found is None:
             for layer in list(self._kinds)[: len(tables)]:
                 store = step.cache.store(layer)
-                for sequence in sequences:
+                for sequence in range(tokens.batch):
                     store.crop(sequence, store.rows(sequence) - 1)
             return False
         self._words[: len(found)].copy_(upload(found, self._device), non_blocking=True)
@@ -174,6 +148,36 @@ class StepTables:
             softcap=scoring.softcap,
             sinks=sinks,
         )
+
+
+@functools.cache
+def _agrees(group: int, dim: int, value_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels give the reference's results, tried once on a small example."""
+    generator, lengths, kv_heads = torch.Generator("cpu").manual_seed(0), (70, 1), 2
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cpu").to(device, dtype)
+
+    pairs = [(drawn(kv_heads, length, dim), drawn(kv_heads, length, value_dim)) for length in lengths]
+    q, sinks = drawn(len(lengths), kv_heads * group, dim).transpose(0, 1)[None], drawn(kv_heads * group)
+    k, v = (torch.stack([pair[kind][:, -1] for pair in pairs], dim=1)[None] for kind in range(2))
+    held = [tuple(each.clone() for each in pair) for pair in pairs]
+    for keys, values in held:
+        # The kernels are to write them.
+        keys[:, -1], values[:, -1] = 0, 0
+    tables = ([0, 1, 2], [0, 0], [list(Run.of(*pair)) for pair in held])
+    places = [torch.tensor(each, dtype=torch.int64, device=device) for each in tables]
+    wanted = []
+    for row, (keys, values) in enumerate(pairs):
+        out, lse = dense_attention(q[0, :, row, None], keys, values, dim**-0.5)
+        wanted.append(add_sinks(out, lse, sinks))
+
+    def kernels() -> tuple[Tensor, Tensor]:
+        out = _kernel()(q, k, v, dim**-0.5, *places, sinks=sinks)
+        return out[0, 0, :, None], out[0, 1, :, None]
+
+    case = f"{dtype} with {group} heads of {dim}, {value_dim} on {device}"
+    return trusted(kernels, [(kernels, (wanted[0], wanted[1]))], dtype, f"steps of decoding, {case}")
 
 
 @functools.cache

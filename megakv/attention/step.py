@@ -83,7 +83,7 @@ class RowTable:
 class RowStore(Protocol):
     """What a step uses of a layer's `megakv.cache.store.KVStore`."""
 
-    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None: ...
+    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None: ...
 
 
 class HasTable(Protocol):
@@ -133,8 +133,8 @@ class TokenStep:
         for row in stored:
             marks[row] = 1
         self._stored = (ctypes.c_char * self.length).from_buffer(marks)
-        of_row = [sequence for sequence, (a, b) in enumerate(pairwise(bounds)) for _ in range(a, b)]
-        self._sequences = [of_row[row] for row in stored]
+        # New rows of each sequence that this rank keeps.
+        self._new = [sum(marks[a:b]) for a, b in pairwise(bounds)]
         self.threads = torch.get_num_threads()
         self._windows: dict[int, IntArray] = {}
 
@@ -155,7 +155,7 @@ class TokenStep:
 
     def rows(self, store: RowStore, k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
         """Where those of a layer lie, with places for new ones of that kind."""
-        return store.in_place(self._sequences, k_KLD, v_KLD)
+        return store.in_place(self._new, k_KLD, v_KLD)
 
     def held(self, table: RowTable, window: int | None) -> tuple[int, ...]:
         """What the kernel calls so, of a layer."""
@@ -262,7 +262,7 @@ class _Rows:
         pairs = [(k[:, rows], v[:, rows]) for k, v in zip(k_BKSD, v_BKSD, strict=True)]
         self._table = RowTable.of([[Run.of(k, v)] for k, v in pairs], [rows.start] * len(pairs), k_BKSD.dtype)
 
-    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable:
+    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable:
         return self._table
 
 

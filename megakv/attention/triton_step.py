@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megakv.attention.device_step import Tiles
+from megakv.attention.tiles import Tiles
 
 RUN_WORDS = tl.constexpr(7)
 """Of a `megakv.attention.compiled.Run`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -55,14 +54,16 @@ class DenseStore(KVStore):
         else:
             held.expect(rows)
 
-    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
         if self._table is not None:
             if self._table.dtype != k_KLD.dtype:
                 return None
         elif {held.dtype for held in self._held if held is not None} - {k_KLD.dtype}:
             return None
-        for sequence, rows in Counter(sequences).items():
+        for sequence, rows in enumerate(new):
             held = self._held[sequence]
+            if not rows:
+                continue
             if held is None or not held.take_places(rows):
                 self.reserve(sequence, rows, k_KLD, v_KLD)
             elif self._table is not None:

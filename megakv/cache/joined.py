@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,11 +32,10 @@ class JoinedStore(KVStore):
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._stores[sequence].reserve(0, rows, k_KSD, v_KSD)
 
-    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
-        new, tables = Counter(sequences), list[RowTable]()
+    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        tables = list[RowTable]()
         for sequence, store in enumerate(self._stores):
-            # Of keys and values a store wants to know the kind: which row is its own does not matter.
-            table = store.in_place([0] * new[sequence], k_KLD, v_KLD)
+            table = store.in_place(new[sequence : sequence + 1], k_KLD, v_KLD)
             if table is None:
                 for other in range(sequence):
                     self._stores[other].crop(0, self._stores[other].rows(0) - new[other])

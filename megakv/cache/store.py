@@ -101,9 +101,9 @@ class KVStore(ABC):
         """
         raise MegaKVError("this layer's keys and values cannot be written in place")
 
-    def in_place(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
-        """Where all rows of every sequence lie, in place of all other verbs of a pass with one new row ``[:, b]`` of
-        each. Behind the last ones of some sequences is room for theirs, which count as present at once.
+    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        """Where all rows of every sequence lie, in place of all other verbs of a pass of few tokens. Behind the last
+        ones of sequence b is room for ``new[b]`` more, of such a kind, which count as present at once.
 
         None, with nothing changed, where they are not in this memory alone, on all ranks alike.
         """

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 import weakref
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -30,8 +31,13 @@ logger = logging.getLogger(__name__)
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")
 """What a decoder is given in tensors; with any other it is left alone."""
 CACHE = "past_key_values"
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 STEPS = ((8, 1), (64, 8), (256, 32))
 """Up to so many sequences, a graph is of a multiple of that."""
+WAITED = "synchronizing CUDA operation"
+"""What PyTorch warns of where the host waits for the device."""
+TRIES = 3
+"""So many steps may show that before none is captured."""
 
 
 def padded(sequences: int) -> int | None:
@@ -50,11 +56,13 @@ class StepGraphs:
     def __init__(self, model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows):
         self._decoder: Any = model.get_decoder()
         self._runtime, self._last_layer = runtime, last_layer
+        self._device, self._rank = runtime.comm.mesh.device, runtime.comm.mesh.cp_rank
         self._generation: Callable[[], Generation | None] = lambda: None
-        self._stale, self._hooks = True, list[dict[int, Any]]()
-        self._state = list[tuple[Any, ...]]()
+        self._stale, self._hooks, self._state = True, list[dict[int, Any]](), list[Any]()
         self._kinds: dict[int, LayerKind] | None = {}
         self._steps: dict[int, StepGraph] = {}
+        # Of all graphs, as they run one after the other. Messages between ranks are not captured.
+        self._stream = torch.cuda.Stream(self._device) if runtime.comm.mesh.world_size == 1 else None
         self._pool: Any = None
         self._names = list(inspect.signature(self._decoder.forward).parameters)
         self._decoder.forward = self
@@ -85,11 +93,10 @@ class StepGraphs:
         modules = list(self._decoder.modules())
         self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
         self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        own = (own for each in modules for own in (*each._parameters.values(), *each._buffers.values()))
-        state: list[tuple[Any, ...]] = [
-            (id(each), type(each), each.training, vars(each).get("forward")) for each in modules
-        ]
+        own = [own for each in modules for own in (*each._parameters.values(), *each._buffers.values())]
+        state: list[Any] = [(id(each), type(each), *_settings(each)) for each in modules]
         state += [(id(each), each.data_ptr()) for each in own if each is not None]
+        state.append(_plain(vars(getattr(self._decoder, "config", self._decoder))))
         if state != self._state:
             self._state, self._kinds = state, {}
             self._steps.clear()
@@ -108,14 +115,12 @@ class StepGraphs:
         size = padded(len(step.tokens))
         assert size is not None
         if size not in self._steps:
-            mesh = self._runtime.comm.mesh
-            # Messages between ranks are not captured.
-            captures = mesh.world_size == 1
-            self._steps[size] = StepGraph(self._forward, self._kinds, size, mesh.device, captures=captures)
+            self._steps[size] = StepGraph(self._forward, self._kinds, size, self._device, self._stream)
         graph = self._steps[size]
-        if not graph.fits(given, kwargs) or not graph.tables.take(step, self._runtime.comm.mesh.cp_rank):
+        if not graph.fits(given, kwargs) or not graph.tables.take(step, self._rank):
             return self._forward(**kwargs)
-        if self._pool is None:
+        if self._stream is not None and not any(other.captured for other in self._steps.values()):
+            # Memory that was for graphs, and that no graph has any more, is not given out again.
             self._pool = torch.cuda.graph_pool_handle()
         output = graph.run(step, given, kwargs, self._pool)
         for layer, kind in self._kinds.items():
@@ -136,7 +141,9 @@ class StepGraphs:
 
 
 class StepGraph:
-    """Steps of up to `size` sequences: computed as graphs are at first, then, where it `captures`, replayed."""
+    """Steps of up to `size` sequences: computed as graphs are at first, then replayed. Without a stream to capture in,
+    they are only computed, and of no more sequences than there are.
+    """
 
     def __init__(
         self,
@@ -144,17 +151,15 @@ class StepGraph:
         kinds: dict[int, LayerKind],
         size: int,
         device: torch.device,
-        *,
-        captures: bool,
+        stream: torch.cuda.Stream | None,
     ):
-        self._forward, self._size, self._device = forward, size, device
+        self._forward, self._size, self._device, self._stream = forward, size, device, stream
         self.tables = StepTables(kinds, size, device)
         self._inputs: dict[str, Tensor] = {}
         self._others: dict[str, Any] = {}
-        self._stream = torch.cuda.Stream(device)
         self._graph: Any = None
         self._output: Any = None
-        self._warm, self._captures = False, captures
+        self._warm, self._tries = False, 0 if stream is None else TRIES
 
     @property
     def captured(self) -> bool:
@@ -177,74 +182,97 @@ class StepGraph:
 
     def run(self, step: ForwardPass, given: dict[str, Tensor], kwargs: dict[str, Any], pool: Any) -> Any:
         """The decoder's output for the sequences of a step, whose rows `tables` has taken."""
-        rows = len(step.tokens)
+        rows, cache = len(step.tokens), kwargs.get(CACHE)
+        if not self._tries:
+            return self._computed(step, {**kwargs, **given}, cache)
         for name, tensor in given.items():
             self._inputs[name][:, :rows] = tensor
-        if self._graph is None and self._warm and self._captures:
-            self._capture(step, kwargs, pool)
-        if self._graph is not None:
+        inputs = {**kwargs, **self._inputs}
+        if self._graph is None and self._warm:
+            self._capture(step, inputs, pool)
+        if self._graph is None:
+            output = self._watched(step, inputs)
+        else:
             self._graph.replay()
             output = self._output
-        elif self._captures:
-            output = self._watched(step, kwargs)
-        else:
-            output = self._computed(step, kwargs)
-        self._warm = True
-        if rows == self._size:
-            return type(output)(**{**output, CACHE: kwargs.get(CACHE)})
         cut = {name: value[:, :rows] if isinstance(value, Tensor) else value for name, value in output.items()}
-        return type(output)(**{**cut, CACHE: kwargs.get(CACHE)})
+        return type(output)(**{**cut, CACHE: cache})
 
-    def _computed(self, step: ForwardPass, kwargs: dict[str, Any]) -> Any:
+    def _computed(self, step: ForwardPass, inputs: dict[str, Any], cache: Any = None) -> Any:
+        """With that cache in the output: in one that a graph holds there must be none."""
         step.device_step = self.tables
         try:
-            output = self._forward(**{**kwargs, **self._inputs})
+            output = self._forward(**inputs)
         finally:
             step.device_step = None
-        # Held as long as the graph: nobody's cache may be.
-        return type(output)(**{name: value for name, value in output.items() if name != CACHE})
+        return type(output)(**{**output, CACHE: cache})
 
-    def _watched(self, step: ForwardPass, kwargs: dict[str, Any]) -> Any:
-        """The same for the first time: whether the host waits in it for the device, which cannot be captured."""
-        before = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+    def _watched(self, step: ForwardPass, inputs: dict[str, Any]) -> Any:
+        """The same, to see whether the host waits for the device in it: then a capture would fail, and leave things
+        behind.
+        """
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("warn")
         try:
-            return self._computed(step, kwargs)
-        except RuntimeError as error:
-            if "synchronizing" not in str(error):
-                raise
-            self._leave(error)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                output = self._computed(step, inputs)
         finally:
-            torch.cuda.set_sync_debug_mode(before)
-        return self._computed(step, kwargs)
+            torch.cuda.set_sync_debug_mode(mode)
+        waited = [each for each in caught if WAITED in str(each.message)]
+        for each in caught:
+            if each not in waited:
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
+        self._warm = not waited
+        if waited:
+            # Perhaps that was another thread: there is another try.
+            self._failed(f"the host waits for the device in it ({waited[0].filename}:{waited[0].lineno})")
+        return output
 
-    def _capture(self, step: ForwardPass, kwargs: dict[str, Any], pool: Any) -> None:
+    def _capture(self, step: ForwardPass, inputs: dict[str, Any], pool: Any) -> None:
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
         # A capture that fails leaves the device's random numbers to itself.
         random_state = generator.clone_state()
         try:
             # Other threads, as those of links to host memory, go on with what they do.
             with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
-                self._output = self._computed(step, kwargs)
+                self._output = self._computed(step, inputs)
         except RuntimeError as error:
             generator.graphsafe_set_state(random_state)
-            self._output = None
-            self._leave(error)
+            self._output, self._tries = None, 1
+            self._failed(str(error).partition("\n")[0])
             return
         self._graph = graph
 
-    def _leave(self, error: RuntimeError) -> None:
-        self._captures = False
-        reason = str(error).partition("\n")[0]
-        logger.warning("steps of %d sequences are not captured in a CUDA graph: %s", self._size, reason)
+    def _failed(self, reason: str) -> None:
+        self._tries -= 1
+        if not self._tries:
+            logger.warning("steps of %d sequences are not captured in a CUDA graph: %s", self._size, reason)
+
+
+def _settings(module: nn.Module) -> tuple[Any, ...]:
+    """What its code may go by that is no tensor: numbers and texts among its attributes, and its own `forward`."""
+    own = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    return module.training, own.get("forward"), _plain(own)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers and texts, in whatever containers; None in the place of all else."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return [(str(key), found) for key, each in value.items() if (found := _plain(each)) is not None]
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else None
 
 
 def step_graphs(model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows) -> StepGraphs | None:
     """Those of an engine whose caches lie on the device; None where there are none: on processors, where sequences are
-    spread over ranks, caches compressed or heads shared, and without the kernels.
+    spread over ranks, caches compressed or heads shared, without the kernels, and where the decoder's `forward` is
+    somebody's own.
     """
     mesh = runtime.comm.mesh
     alone = mesh.cp_size == 1 and runtime.compressor is None and runtime.replicas is None
-    if mesh.device.type != "cuda" or not alone or not attends_on_device():
+    own = "forward" in vars(model.get_decoder())
+    if mesh.device.type != "cuda" or not alone or own or not attends_on_device():
         return None
     return StepGraphs(model, runtime, last_layer)

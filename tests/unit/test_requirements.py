@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PART_OF = {"pydantic_core": "pydantic", "PIL": "matplotlib"}
+PART_OF = {"pydantic_core": "pydantic", "PIL": "matplotlib", "triton": "torch"}
 """Packages that others bring along as a part of themselves."""
 
 

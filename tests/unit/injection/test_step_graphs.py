@@ -6,8 +6,10 @@ What the kernels read lies at the same places as for real ones, which tests/gpu 
 import copy
 import ctypes
 import random
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,9 +19,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.attention import device_step
+from megakv.attention import device_step, tiles
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import dense_attention
+from megakv.forward_pass import Pauses
 from megakv.injection import hooks, step_graphs, token_layers
 from megakv.injection.step_graphs import StepGraphs, padded
 from tests.families import FAMILIES
@@ -41,7 +44,8 @@ def attend_step(
     """As `megakv.attention.triton_step.attend_step`."""
     (_, heads, rows, dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
     out = q.new_zeros(1, rows, heads, value_dim)
-    table = runs[: len(runs) // 7 * 7].view(-1, 7).tolist()
+    words = runs.reshape(-1)
+    table = words[: len(words) // 7 * 7].view(-1, 7).tolist()
     for row in range(rows):
         own = table[bounds[row] : bounds[row + 1]]
         if not own:
@@ -56,13 +60,7 @@ def attend_step(
         for place, new in zip(pairs[-1], (k, v), strict=True):
             place[:, -1] = new[0, :, row]
         keys, values = (torch.cat(each, dim=1)[:, int(skips[row]) :] for each in zip(*pairs, strict=True))
-        if softcap is None:
-            one, lse = dense_attention(q[0, :, row, None], keys, values, scale)
-        else:
-            grouped = q[0, :, row].double().unflatten(0, (kv_heads, -1))
-            scores = softcap * torch.tanh(scale / softcap * torch.einsum("kgd,knd->kgn", grouped, keys.double()))
-            lse = scores.logsumexp(-1).flatten(0, 1)[:, None]
-            one = torch.einsum("kgn,knd->kgd", scores.softmax(-1), values.double()).flatten(0, 1)[:, None]
+        one, lse = dense_attention(q[0, :, row, None], keys, values, scale, softcap=softcap)
         out[0, row] = (one if sinks is None else add_sinks(one, lse, sinks))[:, 0].to(q.dtype)
     return out
 
@@ -88,6 +86,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
     computed = step_graphs.StepGraph._computed
     under_way: list[Any] = [None, None]
     capturing: list[Replayed] = []
+    modes: list[Any] = []
 
     @contextmanager
     def capture(graph: Replayed, **_: Any) -> Iterator[None]:
@@ -95,13 +94,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
         yield
         capturing.pop()
 
-    def watched(self: Any, step: Any, kwargs: dict[str, Any]) -> Any:
-        output = computed(self, step, kwargs)
+    def recorded(self: Any, step: Any, inputs: dict[str, Any], cache: Any = None) -> Any:
+        output = computed(self, step, inputs, cache)
         if capturing:
 
             def again() -> None:
                 # What is captured has no pass of its own.
-                found = computed(self, under_way[0], kwargs)
+                found = computed(self, under_way[0], inputs)
                 for name, value in found.items():
                     output[name].copy_(value)
 
@@ -114,21 +113,23 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
         under_way[0] = step
         return run(self, step, *args)
 
-    monkeypatch.setattr(step_graphs.StepGraph, "_computed", watched)
-    monkeypatch.setattr(step_graphs.StepGraph, "_watched", watched)
+    monkeypatch.setattr(step_graphs.StepGraph, "_computed", recorded)
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(step_graphs.StepGraph, "run", begun)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
     monkeypatch.setattr(torch.cuda, "graph", capture)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
-    monkeypatch.setattr(device_step, "_shared_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(tiles, "_shared_bytes", lambda device: 1 << 20)
     monkeypatch.setattr(device_step, "_kernel", lambda: attend_step)
     monkeypatch.setattr(hooks, "step_graphs", StepGraphs)
     # A processor's own way through layers.
     monkeypatch.setattr(token_layers, "load_layer", lambda: (None, ""))
     monkeypatch.setattr("megakv.runtime.load_step", lambda: (None, ""))
     yield Replayed.made
+    assert modes[1::2] == [0] * (len(modes) // 2)
 
 
 def plain_model(name: str) -> Any:
@@ -263,6 +264,126 @@ class Restored:
 
     def graphsafe_set_state(self, state: torch.Generator) -> None:
         Restored.times += 1
+
+
+def test_passes_within_others(graphs: list[Replayed]) -> None:
+    """Nine streams' steps, padded to sixteen, within a prompt whose last layer computes one row."""
+    model = plain_model("llama")
+    engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+    texts = [[random.randint(3, 190) for _ in range(random.randint(2, 9))] for _ in range(9)]
+    streams = [engine.new_cache() for _ in texts]
+    for text, cache in zip(texts, streams, strict=True):
+        engine.extend([cache], [text])
+
+    def run(stop: int, moments: list[float]) -> int:
+        new = [[random.randint(3, 190)] for _ in texts]
+        for text, own in zip(texts, new, strict=True):
+            text += own
+        check(engine.extend(streams, new), texts)
+        return stop + 1
+
+    def check(logits: Tensor, texts: list[list[int]]) -> None:
+        for text, found in zip(texts, logits, strict=True):
+            with torch.no_grad():
+                wanted = model(torch.tensor([text])).logits[0, -1]
+            assert float((found - wanted).norm() / wanted.norm()) < 1e-4
+
+    for _ in range(2):
+        prompt = [random.randint(3, 190) for _ in range(40)]
+        check(engine.extend([engine.new_cache()], [prompt], pauses=Pauses(0, run)), [prompt])
+    assert len(graphs) == 1 and graphs[0].replays >= 4
+    engine.destroy()
+
+
+@pytest.mark.parametrize("change", ["norm", "layers", "scaling", "adapter"])
+def test_settings_of_modules_are_seen(change: str, graphs: list[Replayed]) -> None:
+    model = plain_model("llama")
+    engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+    ids, mask = prompts(1, 20)
+    generate(engine, ids, mask)
+    for one in (model, engine.module):
+        decoder = one.get_decoder()
+        if change == "norm":
+            decoder.layers[0].input_layernorm.variance_epsilon = 0.5
+        elif change == "layers":
+            decoder.config.num_hidden_layers = 1
+        elif change == "scaling":
+            decoder.layers[1].self_attn.scaling *= 1.5
+        else:
+            decoder.layers[1].mlp.up_proj.active = {"default": [1.5]}
+    assert torch.equal(generate(engine, ids, mask), generate(model, ids, mask))
+    assert len(graphs) == 2
+    engine.destroy()
+
+
+def test_who_waits_for_the_device_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: list[Replayed]
+) -> None:
+    model = plain_model("llama")
+    engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+    kind = type(engine.module.get_decoder().layers[0].mlp)
+    forward, ids = kind.forward, prompts(9, 20)
+
+    def waits(self: Any, x: Tensor) -> Tensor:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+        # Without a graph there is no padding.
+        assert x.shape[1] in (16, *range(9, 300))
+        return forward(self, x)
+
+    expected = generate(model, *ids)
+    monkeypatch.setattr(kind, "forward", waits)
+    with pytest.warns(UserWarning, match="something else"):
+        assert torch.equal(generate(engine, *ids), expected)
+    assert not graphs and caplog.text.count("not captured in a CUDA graph: the host waits for the device") == 1
+    engine.destroy()
+
+
+def test_a_decoder_s_own_forward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = plain_model("llama")
+    decoder, called = model.get_decoder(), list[int]()
+    forward = decoder.forward
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        called.append(1)
+        return forward(*args, **kwargs)
+
+    decoder.forward = own
+    runtime = SimpleNamespace(
+        comm=SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cuda"), cp_size=1)),
+        compressor=None,
+        replicas=None,
+    )
+    monkeypatch.setattr(step_graphs, "attends_on_device", lambda: True)
+    assert step_graphs.step_graphs(model, runtime, None) is None
+    del decoder.forward
+    monkeypatch.setattr(step_graphs, "StepGraphs", lambda *_: "made")
+    assert step_graphs.step_graphs(model, runtime, None) == "made"
+
+
+def test_kernels_that_are_wrong_or_cannot_be_made_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: list[Replayed]
+) -> None:
+    def broken(*_: Any, **__: Any) -> Tensor:
+        raise CompilerError("no C compiler")
+
+    def wrong(*args: Any, **options: Any) -> Tensor:
+        return 1.1 * attend_step(*args, **options)
+
+    model = plain_model("llama")
+    ids, mask = prompts(2, 20)
+    for kernel, said in ((broken, "no C compiler"), (wrong, "differs from the reference")):
+        monkeypatch.setattr(device_step, "_kernel", lambda kernel=kernel: kernel)
+        device_step._agrees.cache_clear()
+        engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+        assert torch.equal(generate(engine, ids, mask), generate(model, ids, mask))
+        assert not graphs and said in caplog.text
+        engine.destroy()
+    device_step._agrees.cache_clear()
+
+
+class CompilerError(Exception):
+    """As Triton's, of no common kind."""
 
 
 def test_padding() -> None:
