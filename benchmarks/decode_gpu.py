@@ -36,11 +36,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add(
         "--models", {"cuda": "smollm2,llama3_8b", "cpu": "smollm2"}, "recipes, for their models' sizes", kind=str
     )
-    options.numbers("--contexts", {"cuda": "1K,8K,32K", "cpu": "64"}, "tokens of each prompt")
+    options.numbers("--contexts", {"cuda": "1K,8K", "cpu": "64"}, "tokens of each prompt")
     options.numbers("--batches", {"cuda": "1,16", "cpu": "1,2"}, "sequences")
-    options.add("--most-tokens", 32 << 10, "tokens of all prompts; larger cases are left out", kind=int)
+    options.add("--most-tokens", 16 << 10, "tokens of all prompts; larger cases are left out", kind=int)
     options.add("--new", {"cuda": 24, "cpu": 8}, "tokens to generate")
-    options.add("--repeats", {"cuda": 3, "cpu": 2}, "timed rounds, in which methods take turns")
+    options.add("--repeats", 2, "timed rounds, in which methods take turns")
     options.add("--layers", {"cuda": None, "cpu": 2}, "decoder layers (default: the model's own)", kind=int)
     options.choice("--dtype", DTYPES, {"cuda": "bf16", "cpu": "fp32"}, "of weights and activations")
     options.add("--threads", 1, "threads on the CPU")

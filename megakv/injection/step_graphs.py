@@ -36,6 +36,8 @@ STEPS = ((8, 1), (64, 8), (256, 32))
 """Up to so many sequences, a graph is of a multiple of that."""
 WAITED = "synchronizing CUDA operation"
 """What PyTorch warns of where the host waits for the device."""
+OTHER_LENGTH, ALIKE = 10007, 1e-3
+"""Tokens by which a cache is said to be longer, to see what follows from that, and how alike results are then."""
 TRIES = 3
 """So many steps may show that before none is captured."""
 
@@ -173,7 +175,8 @@ class StepGraph:
             shapes = {name: (1, self._size, *tensor.shape[2:]) for name, tensor in given.items()}
             self._inputs = {name: given[name].new_zeros(shape) for name, shape in shapes.items()}
             self._others = others
-        same = {*given} == {*self._inputs} and others == self._others
+        same = {*given} == {*self._inputs} and {*others} == {*self._others}
+        same = same and all(_same(value, self._others[name]) for name, value in others.items())
         return same and all(
             (tensor.dtype, tensor.shape[2:]) == (self._inputs[name].dtype, self._inputs[name].shape[2:])
             and tensor.shape[0] == 1
@@ -227,7 +230,24 @@ class StepGraph:
         if waited:
             # Perhaps that was another thread: there is another try.
             self._failed(f"the host waits for the device in it ({waited[0].filename}:{waited[0].lineno})")
+        elif self._follows_length(step, inputs, output):
+            self._tries = 1
+            self._failed("it goes by the number of cached tokens, which would stay as it was")
         return output
+
+    def _follows_length(self, step: ForwardPass, inputs: dict[str, Any], output: Any) -> bool:
+        """Whether Python makes something of how many tokens are cached, beside masks: the same step with another
+        number gives other results.
+        """
+        cache = inputs[CACHE]
+        cache.length += OTHER_LENGTH
+        try:
+            other = self._computed(step, inputs)
+        finally:
+            cache.length -= OTHER_LENGTH
+        pairs = ((each, other[name]) for name, each in output.items() if isinstance(each, Tensor))
+        # Some sums of experts are not the same bits each time.
+        return any(bool((one - two).norm() > ALIKE * one.norm()) for one, two in pairs)
 
     def _capture(self, step: ForwardPass, inputs: dict[str, Any], pool: Any) -> None:
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
@@ -263,6 +283,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return [(str(key), found) for key, each in value.items() if (found := _plain(each)) is not None]
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else None
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether they are one, or equal numbers or texts."""
+    return value is other or (
+        isinstance(value, bool | int | float | str) and type(value) is type(other) and value == other
+    )
 
 
 def step_graphs(model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows) -> StepGraphs | None:

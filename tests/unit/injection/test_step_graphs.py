@@ -153,7 +153,7 @@ def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
     return model.generate(ids, attention_mask=mask, **{**defaults, **options})
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "opt", "gpt_oss", "gpt_neox", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "opt", "gpt_oss", "gpt_neox", "phi3", "gpt_j"])
 def test_tokens_are_the_plain_model_s(name: str, graphs: list[Replayed]) -> None:
     model = plain_model(name)
     engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
@@ -336,6 +336,29 @@ def test_who_waits_for_the_device_is_not_captured(
     with pytest.warns(UserWarning, match="something else"):
         assert torch.equal(generate(engine, *ids), expected)
     assert not graphs and caplog.text.count("not captured in a CUDA graph: the host waits for the device") == 1
+    engine.destroy()
+
+
+def test_who_goes_by_the_number_of_cached_tokens_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, graphs: list[Replayed]
+) -> None:
+    model = plain_model("llama")
+    engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+    kind = type(model.get_decoder())
+    forward, ids = kind.forward, prompts(1, 20)
+
+    def follows(self: Any, *args: Any, **kwargs: Any) -> Any:
+        length = kwargs["past_key_values"].get_seq_length()
+        output = forward(self, *args, **kwargs)
+        if length:
+            # As models do that scale what is far into a text.
+            output.last_hidden_state = output.last_hidden_state * (1.0 + length / 7 % 1)
+            output.last_hidden_state[..., 0] += length
+        return output
+
+    monkeypatch.setattr(kind, "forward", follows)
+    assert torch.equal(generate(engine, *ids), generate(model, *ids))
+    assert not graphs and "it goes by the number of cached tokens" in caplog.text
     engine.destroy()
 
 
