@@ -135,7 +135,9 @@ def test_the_clients_reader_of_streams(served: Served) -> None:
         choice = stream.get_final_completion().choices[0]
     assert choice.finish_reason == "tool_calls" and choice.message.content is None
     (call,) = choice.message.tool_calls or []
-    assert isinstance(call.function.parsed_arguments, MODELS.get(call.function.name, dict))
+    # Arguments of no parameters, which the client leaves as text, are none.
+    if call.function.name != "nothing":
+        assert isinstance(call.function.parsed_arguments, MODELS[call.function.name])
     check_call(call)
 
 
