@@ -27,8 +27,6 @@ MOST_RUNS = 9
 ADDRESS_BYTES, STRIDE_ELEMENTS = 16, 8
 """Of which addresses, and strides and head dims, are multiples, so that reads are wide."""
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
 LEAST_CAPABILITY = (8, 0)
 """Of GPUs for which Triton compiles products of all three types."""
 

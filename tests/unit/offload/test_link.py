@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -170,3 +171,16 @@ def test_impossible_links_are_refused() -> None:
         EmulatedLink(0)
     with pytest.raises(ValueError, match="emulated_link_gb_s"):
         make_link(torch.device("cuda"), 1.0)
+
+
+def test_a_thread_that_cannot_be_made_ready_is_no_hang() -> None:
+    def refuse() -> None:
+        raise ValueError("no such device")
+
+    link = EmulatedLink()
+    link.close()
+    link._threads["in"] = ThreadPoolExecutor(1, initializer=refuse)
+    transfer = link.start("in", moves((torch.ones(3), torch.zeros(3))))
+    with pytest.raises(MegaKVError, match="a transfer of 12 bytes failed"):
+        transfer.wait()
+    link.close()
