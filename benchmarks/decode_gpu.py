@@ -57,7 +57,7 @@ def timed(model: Any, ids: Any, new: int) -> tuple[list[float], Any]:
     import torch
     from transformers import StoppingCriteria, StoppingCriteriaList
 
-    class Times(StoppingCriteria):  # type: ignore[misc]
+    class Times(StoppingCriteria):
         def __init__(self) -> None:
             self.found: list[float] = []
 

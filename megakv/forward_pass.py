@@ -182,7 +182,7 @@ class ForwardPass:
     """Hidden states behind layers that were computed with an earlier one, and which layers those are."""
     token_step: TokenStep | None = None
     """Attends where a layer's rows are in this memory alone; None but for one new token of every sequence."""
-    alone: bool = False
+    capturable: bool = False
     """Whether it is a step of one token of every sequence that a CUDA graph may take."""
     kinds: dict[int, LayerKind | None] | None = None
     """Where layers are to show how they attend, those that have."""

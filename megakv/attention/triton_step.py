@@ -1,13 +1,11 @@
 """Attention of few queries on CUDA, in kernels that read from device memory where the rows of a sequence lie.
 
 Nothing that changes from step to step is an argument: neither addresses nor lengths. So a CUDA graph that has the
-kernels in it serves any later step of as many sequences. All sequences' rows are split into as many parts, whatever
-their lengths: one that is far longer than the others has the whole device, too.
+kernels in it serves any later step of as many sequences. The rows of each are split into as many parts as those of any
+other.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -174,5 +172,4 @@ def attend_step(
 
 def splits_for(programs: int) -> int:
     """Into how many parts the rows of each of so many KV heads and sequences are split: a power of two."""
-    wanted: Any = triton.next_power_of_2(max(1, PROGRAMS // max(1, programs)))
-    return min(MOST_SPLITS, int(wanted))
+    return min(MOST_SPLITS, int(triton.next_power_of_2(max(1, PROGRAMS // programs))))

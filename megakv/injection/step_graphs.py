@@ -65,7 +65,6 @@ class StepGraphs:
         self._steps: dict[int, StepGraph] = {}
         # Of all graphs, as they run one after the other. Messages between ranks are not captured.
         self._stream = torch.cuda.Stream(self._device) if runtime.comm.mesh.world_size == 1 else None
-        self._pool: Any = None
         self._names = list(inspect.signature(self._decoder.forward).parameters)
         self._decoder.forward = self
 
@@ -89,7 +88,7 @@ class StepGraphs:
         self._stale = False
         heard = any(number not in self._last_layer.numbers for number in chain.from_iterable(self._hooks))
         usual = torch.is_autocast_enabled("cuda") or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        step.alone = not heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
+        step.capturable = not heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
 
     def _look(self) -> None:
         modules = list(self._decoder.modules())
@@ -106,7 +105,7 @@ class StepGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the decoder returns."""
         step = self._runtime.current
-        if step is None or not step.alone or self._kinds is None:
+        if step is None or not step.capturable or self._kinds is None:
             return self._forward(*args, **kwargs)
         kwargs |= zip(self._names, args, strict=False)
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
@@ -121,10 +120,8 @@ class StepGraphs:
         graph = self._steps[size]
         if not graph.fits(given, kwargs) or not graph.tables.take(step, self._rank):
             return self._forward(**kwargs)
-        if self._stream is not None and not any(other.captured for other in self._steps.values()):
-            # Memory that was for graphs, and that no graph has any more, is not given out again.
-            self._pool = torch.cuda.graph_pool_handle()
-        output = graph.run(step, given, kwargs, self._pool)
+        pool = next((other.pool for other in self._steps.values() if other.captured), None)
+        output = graph.run(step, given, kwargs, pool)
         for layer, kind in self._kinds.items():
             self._runtime.stepped(step, layer, kind.scoring.window, CAPTURED if graph.captured else None)
         return output
@@ -167,6 +164,11 @@ class StepGraph:
     def captured(self) -> bool:
         """Whether steps are replayed."""
         return self._graph is not None
+
+    @property
+    def pool(self) -> Any:
+        """The memory that it computes in, for others to compute in, too."""
+        return self._graph.pool()
 
     def fits(self, given: dict[str, Tensor], kwargs: dict[str, Any]) -> bool:
         """Whether a decoder is called as it was for the first time, but for what its tensors hold, and its cache."""

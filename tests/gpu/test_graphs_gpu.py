@@ -4,13 +4,13 @@ import copy
 import logging
 import random
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.compiled import Run
@@ -18,7 +18,7 @@ from megakv.attention.merge import add_sinks
 from megakv.attention.reference import dense_attention
 from megakv.config import load_config
 from megakv.injection.step_graphs import padded
-from tests.families import FAMILIES
+from tests.unit.injection import stepped
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 
@@ -38,27 +38,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def plain_model(name: str, dtype: torch.dtype = torch.float32) -> Any:
-    torch.manual_seed(0)
-    config = FAMILIES[name]()
-    if name in ("mistral", "gemma2", "gpt_oss"):
-        # Head dims of the others are multiples of 8 as they are.
-        config.head_dim = 16
-    attention = "sdpa" if name == "falcon_alibi" else "eager"
-    return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention).eval().cuda()
-
-
-def prompts(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    """Ragged ones, padded on the left."""
-    ids, mask = torch.randint(3, 190, (rows, length)), torch.ones(rows, length, dtype=torch.int64)
-    for row in range(1, rows):
-        mask[row, : random.randint(0, length - 1)] = 0
-    return ids.masked_fill(mask == 0, 0).cuda(), mask.cuda()
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    defaults = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=mask, **{**defaults, **options})
+plain_model, prompts = (partial(each, device="cuda") for each in (stepped.plain_model, stepped.prompts))
+generate = partial(stepped.generate, max_new_tokens=NEW)
 
 
 def captured(engine: Any) -> set[int]:
@@ -108,29 +89,9 @@ def test_rounding_is_that_of_other_kernels(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_caches_come_and_go(name: str) -> None:
-    """Joint passes of any caches, of forks and of shared spans, between prompts: what each gives alone."""
     model = plain_model(name)
     engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
-    texts, caches = list[list[int]](), list[Any]()
-    for turn in range(60):
-        if len(caches) < 2 or (turn % 5 == 0 and len(caches) < 12):
-            text, cache = [random.randint(3, 190) for _ in range(random.randint(1, 70))], engine.new_cache()
-            new = [text]
-            if caches and turn % 2:
-                source = random.randrange(len(caches))
-                cache, text = caches[source].fork(), [*texts[source], *text]
-            caches.append(cache)
-            texts.append(text)
-            some = [len(caches) - 1]
-        else:
-            some = random.sample(range(len(caches)), random.randint(1, len(caches)))
-            new = [[random.randint(3, 190)] for _ in some]
-            for index, own in zip(some, new, strict=True):
-                texts[index] = texts[index] + own
-        logits = engine.extend([caches[index] for index in some], new)
-        for index, found in zip(some, logits, strict=True):
-            wanted = model(torch.tensor([texts[index]]).cuda()).logits[0, -1]
-            assert float((found - wanted).norm() / wanted.norm()) < 1e-4, (turn, index)
+    stepped.extend_caches(engine, model)
     assert len(captured(engine)) > 2
     engine.destroy()
 

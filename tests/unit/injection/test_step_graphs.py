@@ -1,14 +1,11 @@
-"""Steps that a CUDA graph takes, without CUDA: a graph is a call that is made again, and kernels are PyTorch's.
-
-What the kernels read lies at the same places as for real ones, which tests/gpu has.
-"""
+"""Steps that a CUDA graph takes, without CUDA: tests/gpu has real ones, which read from the same places."""
 
 import copy
-import ctypes
 import random
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,141 +13,23 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers.generation.streamers import BaseStreamer
 
 import megakv
-from megakv.attention import device_step, tiles
-from megakv.attention.merge import add_sinks
-from megakv.attention.reference import dense_attention
+from megakv.attention import device_step
 from megakv.forward_pass import Pauses
-from megakv.injection import hooks, step_graphs, token_layers
-from megakv.injection.step_graphs import StepGraphs, padded
-from tests.families import FAMILIES
+from megakv.injection import step_graphs
+from megakv.injection.step_graphs import padded
+from tests.unit.injection.replayed import Replayed, attend_step, replayed
+from tests.unit.injection.stepped import check_logits, extend_caches, generate, plain_model, prompts
 
 NEW = 9
 
 
-def rows_at(address: int, heads: int, tokens: int, dim: int, head: int, step: int, dtype: torch.dtype) -> Tensor:
-    """``[K, n, D]`` that lie somewhere."""
-    extent = (heads - 1) * head + (tokens - 1) * step + dim
-    memory = (ctypes.c_char * (extent * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(memory, dtype=dtype).as_strided((heads, tokens, dim), (head, step, 1))
-
-
-def attend_step(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, bounds: Tensor, skips: Tensor, runs: Tensor,
-    *, softcap: float | None = None, sinks: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """As `megakv.attention.triton_step.attend_step`."""
-    (_, heads, rows, dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
-    out = q.new_zeros(1, rows, heads, value_dim)
-    words = runs.reshape(-1)
-    table = words[: len(words) // 7 * 7].view(-1, 7).tolist()
-    for row in range(rows):
-        own = table[bounds[row] : bounds[row + 1]]
-        if not own:
-            continue
-        pairs = [
-            (
-                rows_at(run[0], kv_heads, run[2], dim, run[3], run[4], q.dtype),
-                rows_at(run[1], kv_heads, run[2], value_dim, run[5], run[6], q.dtype),
-            )
-            for run in own
-        ]
-        for place, new in zip(pairs[-1], (k, v), strict=True):
-            place[:, -1] = new[0, :, row]
-        keys, values = (torch.cat(each, dim=1)[:, int(skips[row]) :] for each in zip(*pairs, strict=True))
-        one, lse = dense_attention(q[0, :, row, None], keys, values, scale, softcap=softcap)
-        out[0, row] = (one if sinks is None else add_sinks(one, lse, sinks))[:, 0].to(q.dtype)
-    return out
-
-
-class Replayed:
-    """In the place of `torch.cuda.CUDAGraph`."""
-
-    made: list["Replayed"] = []
-
-    def __init__(self) -> None:
-        self.again: Any = None
-        self.replays = 0
-        Replayed.made.append(self)
-
-    def replay(self) -> None:
-        self.replays += 1
-        self.again()
-
-
 @pytest.fixture(autouse=True)
 def graphs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
-    Replayed.made = []
-    computed = step_graphs.StepGraph._computed
-    under_way: list[Any] = [None, None]
-    capturing: list[Replayed] = []
-    modes: list[Any] = []
-
-    @contextmanager
-    def capture(graph: Replayed, **_: Any) -> Iterator[None]:
-        capturing.append(graph)
-        yield
-        capturing.pop()
-
-    def recorded(self: Any, step: Any, inputs: dict[str, Any], cache: Any = None) -> Any:
-        output = computed(self, step, inputs, cache)
-        if capturing:
-
-            def again() -> None:
-                # What is captured has no pass of its own.
-                found = computed(self, under_way[0], inputs)
-                for name, value in found.items():
-                    output[name].copy_(value)
-
-            capturing[-1].again = again
-        return output
-
-    run = step_graphs.StepGraph.run
-
-    def begun(self: Any, step: Any, *args: Any) -> Any:
-        under_way[0] = step
-        return run(self, step, *args)
-
-    monkeypatch.setattr(step_graphs.StepGraph, "_computed", recorded)
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
-    monkeypatch.setattr(step_graphs.StepGraph, "run", begun)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Replayed)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: nullcontext())
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "default_generators", (torch.Generator(),))
-    monkeypatch.setattr(tiles, "_shared_bytes", lambda device: 1 << 20)
-    monkeypatch.setattr(device_step, "_kernel", lambda: attend_step)
-    monkeypatch.setattr(hooks, "step_graphs", StepGraphs)
-    # A processor's own way through layers.
-    monkeypatch.setattr(token_layers, "load_layer", lambda: (None, ""))
-    monkeypatch.setattr("megakv.runtime.load_step", lambda: (None, ""))
-    yield Replayed.made
-    assert modes[1::2] == [0] * (len(modes) // 2)
-
-
-def plain_model(name: str) -> Any:
-    torch.manual_seed(0)
-    config = FAMILIES[name]()
-    if name in ("mistral", "gemma2", "gpt_oss"):
-        # Head dims of the others are multiples of 8 as they are.
-        config.head_dim = 16
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-
-
-def prompts(rows: int, length: int) -> tuple[Tensor, Tensor]:
-    ids, mask = torch.randint(3, 190, (rows, length)), torch.ones(rows, length, dtype=torch.int64)
-    for row in range(1, rows):
-        mask[row, : random.randint(0, length - 1)] = 0
-    return ids.masked_fill(mask == 0, 0), mask
-
-
-def generate(model: Any, ids: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    defaults = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    return model.generate(ids, attention_mask=mask, **{**defaults, **options})
+    with replayed(monkeypatch) as made:
+        yield made
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "opt", "gpt_oss", "gpt_neox", "phi3", "gpt_j"])
@@ -171,30 +50,10 @@ def test_tokens_are_the_plain_model_s(name: str, graphs: list[Replayed]) -> None
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
 def test_caches_come_and_go(name: str, graphs: list[Replayed]) -> None:
-    """One graph serves joint passes of any caches: what each gives alone."""
+    """One graph serves joint passes of any caches."""
     model = plain_model(name)
     engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
-    texts, caches = list[list[int]](), list[Any]()
-    for turn in range(50):
-        if len(caches) < 2 or (turn % 5 == 0 and len(caches) < 11):
-            text, cache = [random.randint(3, 190) for _ in range(random.randint(1, 50))], engine.new_cache()
-            new = [text]
-            if caches and turn % 2:
-                source = random.randrange(len(caches))
-                cache, text = caches[source].fork(), [*texts[source], *text]
-            caches.append(cache)
-            texts.append(text)
-            some = [len(caches) - 1]
-        else:
-            some = random.sample(range(len(caches)), random.randint(1, len(caches)))
-            new = [[random.randint(3, 190)] for _ in some]
-            for index, own in zip(some, new, strict=True):
-                texts[index] = texts[index] + own
-        logits = engine.extend([caches[index] for index in some], new)
-        for index, found in zip(some, logits, strict=True):
-            with torch.no_grad():
-                wanted = model(torch.tensor([texts[index]])).logits[0, -1]
-            assert float((found - wanted).norm() / wanted.norm()) < 1e-4, (turn, index)
+    extend_caches(engine, model)
     assert sum(graph.replays for graph in graphs) > 10
     engine.destroy()
 
@@ -279,18 +138,12 @@ def test_passes_within_others(graphs: list[Replayed]) -> None:
         new = [[random.randint(3, 190)] for _ in texts]
         for text, own in zip(texts, new, strict=True):
             text += own
-        check(engine.extend(streams, new), texts)
+        check_logits(model, texts, engine.extend(streams, new))
         return stop + 1
-
-    def check(logits: Tensor, texts: list[list[int]]) -> None:
-        for text, found in zip(texts, logits, strict=True):
-            with torch.no_grad():
-                wanted = model(torch.tensor([text])).logits[0, -1]
-            assert float((found - wanted).norm() / wanted.norm()) < 1e-4
 
     for _ in range(2):
         prompt = [random.randint(3, 190) for _ in range(40)]
-        check(engine.extend([engine.new_cache()], [prompt], pauses=Pauses(0, run)), [prompt])
+        check_logits(model, [prompt], engine.extend([engine.new_cache()], [prompt], pauses=Pauses(0, run)))
     assert len(graphs) == 1 and graphs[0].replays >= 4
     engine.destroy()
 
@@ -322,13 +175,12 @@ def test_who_waits_for_the_device_is_not_captured(
     model = plain_model("llama")
     engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
     kind = type(engine.module.get_decoder().layers[0].mlp)
-    forward, ids = kind.forward, prompts(9, 20)
+    forward, ids, rows = kind.forward, prompts(9, 20), list[int]()
 
     def waits(self: Any, x: Tensor) -> Tensor:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         warnings.warn("something else", stacklevel=1)
-        # Without a graph there is no padding.
-        assert x.shape[1] in (16, *range(9, 300))
+        rows.append(x.shape[1])
         return forward(self, x)
 
     expected = generate(model, *ids)
@@ -336,6 +188,8 @@ def test_who_waits_for_the_device_is_not_captured(
     with pytest.warns(UserWarning, match="something else"):
         assert torch.equal(generate(engine, *ids), expected)
     assert not graphs and caplog.text.count("not captured in a CUDA graph: the host waits for the device") == 1
+    # One step that shows how layers attend, three tries, and no padding any more: two layers each.
+    assert rows[2:] == [9, 9, *(6 * [16]), *(2 * (NEW - 5) * [9])]
     engine.destroy()
 
 
@@ -407,6 +261,36 @@ def test_kernels_that_are_wrong_or_cannot_be_made_are_left_out(
 
 class CompilerError(Exception):
     """As Triton's, of no common kind."""
+
+
+def test_beside_candidates_embeddings_saved_sessions_and_code_that_raises(
+    tmp_path: Path, graphs: list[Replayed]
+) -> None:
+    class Raises(BaseStreamer):
+        def put(self, value: Tensor) -> None:
+            if graphs:
+                raise KeyError("a user's own")
+
+        def end(self) -> None: ...
+
+    model = plain_model("mistral")
+    engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
+    ids = prompts(1, 40)[0].repeat(1, 2)
+    mask, expected = torch.ones_like(ids), generate(model, ids, torch.ones_like(ids), max_new_tokens=40)
+    with pytest.raises(KeyError, match="a user's own"):
+        generate(engine, ids, mask, streamer=Raises())
+    for options in ({}, {"prompt_lookup_num_tokens": 4}):
+        assert torch.equal(generate(engine, ids, mask, max_new_tokens=40, **options), expected)
+    embeds = {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
+    assert torch.equal(generate(engine, None, mask, **embeds), generate(model, None, mask, **embeds))
+    session, new = engine.session(), prompts(1, 5)[0]
+    text = torch.cat([session.generate(ids, max_new_tokens=NEW, do_sample=False), new], dim=1)
+    session.save(tmp_path / "session")
+    for one in (session, engine.restore_session(tmp_path / "session")):
+        found = one.generate(new, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(found, generate(model, text, torch.ones_like(text)))
+    assert graphs[0].replays > 30
+    engine.destroy()
 
 
 def test_padding() -> None:
