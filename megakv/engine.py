@@ -97,7 +97,7 @@ class MegaKVEngine(InferenceEngine):
         in_memory = self._offloader is None
         graphs = config.enable_cuda_graph is not False
         own_cache = partial(new_cache, layers)
-        hooks = ForwardHooks(model, runtime, own_cache, slices=here, in_memory=in_memory, graphs=graphs)
+        hooks = ForwardHooks(model, runtime, own_cache, here=here, in_memory=in_memory, graphs=graphs)
         owned.callback(hooks.remove)
         self._limits = LengthLimits(model, config)
         comm.ledger.timeline = config.megakv.tracking.records_events

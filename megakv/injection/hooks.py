@@ -37,7 +37,7 @@ REFUSED_INPUTS = {
 class ForwardHooks:
     """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
-    `slices` says whether context-parallel ranks may decode with slices of its weights, which are all there;
+    `here` says whether its weights stay where they are, of which context-parallel ranks may decode with slices;
     `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be CUDA graphs;
     `length_dependent` whether the model's rotary frequencies follow the longest sequence of a pass.
     """
@@ -48,7 +48,7 @@ class ForwardHooks:
         runtime: Runtime,
         new_cache: Callable[[], ShardedCache],
         *,
-        slices: bool = True,
+        here: bool = True,
         in_memory: bool = True,
         graphs: bool = True,
     ):
@@ -65,13 +65,13 @@ class ForwardHooks:
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
         self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
-        if slices and runtime.planner.may_slice:
+        if here and runtime.planner.may_slice:
             planner = runtime.planner
             self._slices = LinearSlices(
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
             planner.slices = self._slices.gains
-        self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer)
+        self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
         graphs = graphs and in_memory and self._positions.taken and not self.length_dependent
         self._graphs = step_graphs(model, runtime, self._last_layer) if graphs else None

@@ -21,6 +21,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from megakv.attention.layer import ACTIVATIONS
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linears import FewRowsForward
+from megakv.injection.recomputation import Recomputation
 from megakv.library import TYPES
 from megakv.weights.placement.attention import SEPARATE
 from megakv.weights.tensor_parallel import RowParallelLinear
@@ -202,6 +203,12 @@ def modules_of(module: nn.Module) -> list[nn.Module]:
     return list(found)
 
 
+def shown_to(attention: nn.Module) -> list[Recomputation]:
+    """Those that keep the inputs of an attention module."""
+    owners = (getattr(hook, "__self__", None) for hook in attention._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, Recomputation)]
+
+
 def is_known(layer: Any) -> bool:
     """Whether a decoder layer is of the kind, in a type and of shapes that the compiled calls know, as it is now."""
     children = layer._modules
@@ -248,8 +255,9 @@ def _altered(module: nn.Module) -> bool:
     own = vars(module).get("forward")
     replaced = own is not None and not isinstance(own, FewRowsForward)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those that leave out rows of prompts do nothing where all rows are wanted.
-    heard = any(not isinstance(getattr(hook, "__self__", None), LastLayerRows) for hook in hooks)
+    # Those that leave out rows of prompts do nothing where all rows are wanted, and inputs are shown by whoever calls.
+    known = LastLayerRows, Recomputation
+    heard = any(not isinstance(getattr(hook, "__self__", None), known) for hook in hooks)
     return replaced or heard or type(module).__call__ is not nn.Module.__call__
 
 

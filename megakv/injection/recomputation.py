@@ -119,14 +119,15 @@ class Recomputation:
             if getattr(module, ATTEND_ATTRIBUTE, None) is not None:
                 layer: Any = module.layer_idx
                 self._modules[layer] = module
-                self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+                self._handles.append(module.register_forward_pre_hook(self.enter, with_kwargs=True))
 
     def remove(self) -> None:
         """Take the hooks off the model."""
         for handle in self._handles:
             handle.remove()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An attention module begins with such arguments."""
         layer: Any = module.layer_idx
         hidden = args[0] if args else kwargs[HIDDEN]
         # Nor is the input itself: another takes its place.

@@ -20,7 +20,15 @@ from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLa
 from megakv.distributed.comm import Over
 from megakv.forward_pass import ForwardPass
 from megakv.injection.interface import attend_of, described_mask, scoring_of
-from megakv.injection.layer_kind import FEED_FORWARD, HEAD_NORMS, PROJECTIONS, activation, is_known, modules_of
+from megakv.injection.layer_kind import (
+    FEED_FORWARD,
+    HEAD_NORMS,
+    PROJECTIONS,
+    activation,
+    is_known,
+    modules_of,
+    shown_to,
+)
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, autocast
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
@@ -112,12 +120,15 @@ class TokenLayer:
         plan = None if short else self._plan(slices=step.slices)
         if plan is None or not self._fits(plan.calls, hidden_states, embeddings, step):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        if prompt:
-            return self._prompt(step, plan, hidden_states, embeddings, kwargs.get("attention_mask"))
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
-        if (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:
+        if not prompt and (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:
             return out
+        for kept in shown_to(attention):
+            _, normed = calls.normed(hidden_states[0], None, calls.dtype, behind=False)
+            kept.enter(attention, (), {"hidden_states": normed[None], **kwargs})
+        if prompt:
+            return self._prompt(step, plan, hidden_states, embeddings, window)
         found = calls.project(hidden_states, cos, sin, whole=plan.gather is None)
         if plan.gather is not None:
             found = plan.gather.gathered(found)
@@ -130,13 +141,13 @@ class TokenLayer:
         middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
         return out if plan.add is None else plan.add(middle, out)
 
-    def _prompt(self, step: ForwardPass, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], mask: Any) -> Tensor:
+    def _prompt(self, step: ForwardPass, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], window: Any) -> Tensor:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
         attention, (cos, sin) = self._attention, embeddings
         last = step.last if attention.layer_idx == self._runtime.last_layer else None
         wanted = None if last is None or len(last.rows) == last.length else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
-        scoring = scoring_of(attention.scaling, described_mask(attention, mask).window, None)
+        scoring = scoring_of(attention.scaling, window, None)
         q, k, v = plan.calls.heads(found)
         attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None).flatten(2)
         sums = _sum(attention.o_proj), _sum(self.layer.mlp.down_proj)

@@ -26,7 +26,10 @@ from megakv.runtime import Runtime
 
 
 class TokenLayers:
-    """Another `forward` for a model's decoder layers, until `remove`. Every rank must make it: all compute alike."""
+    """Another `forward` for a model's decoder layers, until `remove`, where their weights stay `here`.
+
+    Every rank must make it: all compute alike.
+    """
 
     def __init__(
         self,
@@ -35,6 +38,8 @@ class TokenLayers:
         slices: LinearSlices | None,
         runtime: Runtime,
         last_layer: LastLayerRows,
+        *,
+        here: bool = True,
     ):
         self._comm, self._last_layer, self._decoder = runtime.comm, last_layer, model.get_decoder()
         comm = runtime.comm
@@ -48,7 +53,7 @@ class TokenLayers:
         # What ranks exchange messages through is made anew after failures.
         self._channels = comm.channels
         self._found: list[Any] = []
-        if comm.mesh.device.type != "cpu":
+        if comm.mesh.device.type != "cpu" or not here:
             return
         kernel, _ = load_layer()
         if not all(comm.gather_objects(kernel is not None)):

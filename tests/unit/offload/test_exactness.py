@@ -1,6 +1,7 @@
 """Offloaded generation gives the plain model's tokens, for every family and method."""
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from megakv.attention.layer import LayerCalls, load_layer
+from megakv.injection.prompt_layer import PromptLayer
 from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.pages import PagedRows
 from megakv.offload.staging import StagedLayer
@@ -117,6 +120,40 @@ def test_every_method_gives_the_plain_tokens(
     assert (held > 0) == pays and (f"{method!r} recomputes nothing here" in caplog.text) == (asked and not smaller)
     on_host = [step.split.on_host for step in engine._offloader.steps]
     assert all(on_host) if method == AUTO or METHODS[method].attends_on_host else not any(on_host)
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("name", ["llama_mha", "qwen3", "mistral"])
+def test_layers_are_compiled_calls_around_attention(
+    name: str, groups: int, weights: bool, offloaded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of prompts and of steps, where their weights stay; and what is kept of layers' inputs gives the same rows."""
+    if load_layer()[0] is None:
+        pytest.skip(f"no compiled kernel: {load_layer()[1]}")
+    taken = Counter[str]()
+    for kind in (PromptLayer, LayerCalls):
+
+        def noted(self: Any, *args: Any, own: Any = kind.project, name: str = kind.__name__, **options: Any) -> Any:
+            taken[name] += 1
+            return own(self, *args, **options)
+
+        monkeypatch.setattr(kind, "project", noted)
+    model = plain_model(name)
+    ids, mask = ragged(4, 70)
+    expected = generate(model, ids, mask)
+    given = {"num_gpu_batches": groups, "objective": "throughput"} if groups > 1 else {}
+    engine = offloaded(copy.deepcopy(model), method="chunked", weights=weights, **given)
+    errors = recomputation_errors(engine, monkeypatch)
+    assert torch.equal(generate(engine, ids, mask), expected)
+    layers = model.config.num_hidden_layers
+    if not weights:
+        # A prompt goes through layers group by group, and a step at once.
+        assert taken == {"PromptLayer": groups * layers, "LayerCalls": (NEW - 1) * layers}
+    else:
+        assert not taken
+    assert errors and max(errors) < TOLERANCE
 
 
 @pytest.mark.drawn(3)
