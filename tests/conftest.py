@@ -22,6 +22,7 @@ LONG_FILES = (
     "distributed/test_random_engines.py",
     "unit/benchmarks/test_prefill.py",
     "distributed/test_fairkv_command.py",
+    "distributed/test_serve.py",
     "distributed/test_runahead.py",
     "distributed/test_fairkv.py",
     "unit/benchmarks/test_rivals.py",
