@@ -39,7 +39,7 @@ class TokenLayers:
         runtime: Runtime,
         last_layer: LastLayerRows,
         *,
-        here: bool = True,
+        here: bool,
     ):
         self._comm, self._last_layer, self._decoder = runtime.comm, last_layer, model.get_decoder()
         comm = runtime.comm
