@@ -7,17 +7,20 @@ thread, too, until that has caught up: so all of a direction is queued in the or
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megakv.device import Clock, HostClock
+from megakv.device import Clock, HostClock, on_device
+from megakv.offload.disk import FileRows
 from megakv.offload.host_memory import in_units
 from megakv.offload.link import Direction, Link, Move, Traffic, Transfer
 
@@ -27,6 +30,14 @@ PINNED_BYTES = 4 << 20
 """Files are read and written in pieces of that size at most."""
 PINNED_PIECES = 2
 """So many of them are copied at a time, in each direction."""
+
+
+class Copy(NamedTuple):
+    """Bytes to one address from another."""
+
+    target: int
+    source: int
+    nbytes: int
 
 
 class CudaStreams:
@@ -50,13 +61,23 @@ class CudaStreams:
         event.record(stream)
         return event
 
-    def copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Queue copies, each to a tensor from another one: neither's memory is used for others before they are over."""
-        with torch.cuda.stream(stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-                # Of pinned memory torch knows it by itself.
-                (target if target.is_cuda else source).record_stream(stream)
+    def copy(self, stream: Any, copies: Iterable[Copy], holds: Iterable[Tensor]) -> None:
+        """Queue copies; the accelerator's memory that tensors hold is not used for others before they are over."""
+        memcpy, queue = self._memcpy, stream.cuda_stream
+        with on_device(self._device):
+            for copy in copies:
+                if status := memcpy(*copy, queue):
+                    raise RuntimeError(f"the driver refused a copy of {copy.nbytes} bytes (error {status})")
+        for tensor in holds:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+
+    @cached_property
+    def _memcpy(self) -> Any:
+        """The driver's own call: one of torch takes several times as long to queue what a step copies in pieces."""
+        call = ctypes.CDLL("libcuda.so.1").cuMemcpyAsync
+        call.argtypes = ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p
+        return call
 
     def enter_thread(self) -> None:
         """Called once by every thread of the link before it works: its device is this one."""
@@ -105,7 +126,7 @@ class StreamLink(Link):
         self._latest: dict[Direction, Transfer] = {}
         self._untimed: dict[Direction, deque[Transfer]] = {name: deque() for name in self._traffic}
         # Pieces of files, and the events behind their copies.
-        self._pieces: dict[Direction, deque[tuple[Move, Tensor, Any]]] = {name: deque() for name in self._traffic}
+        self._pieces: dict[Direction, deque[tuple[FileRows, Tensor, Any]]] = {name: deque() for name in self._traffic}
 
     @property
     def traffic(self) -> dict[Direction, Traffic]:
@@ -145,47 +166,53 @@ class StreamLink(Link):
         try:
             for in_memory, moves in groupby(transfer.moves, lambda move: move.in_memory):
                 if in_memory:
-                    self._streams.copy(stream, self._pairs(transfer.direction, moves))
+                    each = list(moves)
+                    holds = {id(tensor): tensor for move in each for tensor in move.holds}.values()
+                    self._streams.copy(stream, self._copies(transfer.direction, each), holds)
                 else:
                     self._copy_files(stream, transfer.direction, moves)
         finally:
             # Also of a transfer that fails: what it has queued must be over before its memory is used again.
             transfer.ended = self._streams.event(stream, timed=True)
 
-    def _pairs(self, direction: Direction, moves: Iterable[Move]) -> Iterator[tuple[Tensor, Tensor]]:
-        """What is copied to, and from, within seams."""
+    def _copies(self, direction: Direction, moves: Iterable[Move]) -> Iterator[Copy]:
+        """What is copied within seams."""
         for move in moves:
-            assert isinstance(move.host, Tensor)
-            first = move.host.data_ptr()
+            first = move.host
+            assert isinstance(first, int)
             seams = self.seams[bisect_right(self.seams, first) : bisect_left(self.seams, first + move.nbytes)]
             for part in move.parts([0, *(seam - first for seam in seams)]) if seams else (move,):
-                assert isinstance(part.host, Tensor)
-                yield (part.device, part.host) if direction == "in" else (part.host, part.device)
+                assert isinstance(part.host, int)
+                ends = (part.device, part.host) if direction == "in" else (part.host, part.device)
+                yield Copy(*ends, part.nbytes)
 
     def _copy_files(self, stream: Any, direction: Direction, moves: Iterable[Move]) -> None:
         """While one piece is copied, the next one is read; or the one before is written."""
         coming = self._pieces[direction]
 
         def land() -> None:
-            piece, memory, there = coming.popleft()
+            rows, memory, there = coming.popleft()
             there.synchronize()
             if direction == "out":
-                Move(piece.host, memory).run("out")
+                rows.write_from(memory)
 
         try:
             for move in moves:
                 for piece in move.parts(range(0, move.nbytes, PINNED_BYTES)):
                     if len(coming) == PINNED_PIECES:
                         land()
+                    assert not isinstance(piece.host, int)
                     memory = self._streams.pinned(PINNED_BYTES)[: piece.nbytes]
-                    pair = memory, piece.device
                     if direction == "in":
-                        Move(piece.host, memory).run("in")
-                        pair = piece.device, memory
-                    self._streams.copy(stream, [pair])
-                    coming.append((piece, memory, self._streams.event(stream, timed=False)))
+                        piece.host.read_into(memory)
+                    through = piece._replace(host=memory.data_ptr(), holds=(*piece.holds, memory))
+                    self._streams.copy(stream, self._copies(direction, [through]), through.holds)
+                    coming.append((piece.host, memory, self._streams.event(stream, timed=False)))
             while direction == "out" and coming:
                 land()
         except BaseException:
+            # Torch does not know of copies under way from memory that it pinned, and would give it to others.
+            for *_, there in coming:
+                there.synchronize()
             coming.clear()
             raise

@@ -108,7 +108,11 @@ class DiskTier:
         return f"{Path(self._folder).resolve()} ({self.io})"
 
     def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> FileRows:
-        return FileRows(self, offset, count * width * dtype.itemsize)
+        return self.at(offset, count * width * dtype.itemsize)
+
+    def at(self, offset: int, nbytes: int) -> FileRows:
+        """So many bytes from one on."""
+        return FileRows(self, offset, nbytes)
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill memory with what lies from a byte on; an OSError where the disk does not give it back."""

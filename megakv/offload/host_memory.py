@@ -135,6 +135,7 @@ class HostTier:
         check_host_budget(budget, free())
         self.budget = budget
         self._memory = host_memory(budget)
+        self._address = self._memory.data_ptr()
         take_memory(self._memory, free)
         self._typed: dict[torch.dtype, Tensor] = {}
         self._pinned: list[int] = []
@@ -151,11 +152,15 @@ class HostTier:
         assert offset % dtype.itemsize == 0
         return typed.as_strided((count, width), (width, 1), offset // dtype.itemsize)
 
+    def at(self, offset: int, nbytes: int) -> int:
+        """The address of so many bytes from one on."""
+        assert 0 <= offset <= self._memory.numel() - nbytes
+        return self._address + offset
+
     @property
     def seams(self) -> list[int]:
         """Addresses at which pieces of pinned memory meet: the driver knows each by itself, and copies within one."""
-        start = self._memory.data_ptr()
-        return [start + first for first in range(PIN_BYTES, self.budget, PIN_BYTES)] if self._pinned else []
+        return [self._address + first for first in range(PIN_BYTES, self.budget, PIN_BYTES)] if self._pinned else []
 
     def close(self) -> None:
         runtime = torch.cuda.cudart() if self._pinned else None
@@ -169,7 +174,7 @@ class HostTier:
     def _pin(self) -> None:
         """Pin in place: torch's own pinned memory is rounded up to a power of two."""
         runtime: Any = torch.cuda.cudart()
-        start = self._memory.data_ptr()
+        start = self._address
         for first in range(0, self.budget, PIN_BYTES):
             size = min(PIN_BYTES, self.budget - first)
             status = int(runtime.cudaHostRegister(start + first, size, 0))

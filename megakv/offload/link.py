@@ -6,6 +6,7 @@ thread of each direction, paced to a bandwidth. Whatever is measured on it must 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -13,14 +14,14 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megakv.device import Clock, HostClock
 from megakv.errors import MegaKVError
-from megakv.offload.disk import FileRows, as_bytes
+from megakv.offload.disk import FileRows
 
 Direction = Literal["in", "out"]
 """To the accelerator, or from it."""
@@ -46,41 +47,48 @@ class Place:
         return [transfer for transfer in (self.written, self.read) if transfer is not None and not transfer.done]
 
 
-@dataclass(frozen=True)
-class Move:
-    """One copy between rows ``[n, W]`` on the host, in memory or in a file, and such on the accelerator; contiguous.
+class Move(NamedTuple):
+    """One copy of bytes between the host, memory at an address or a part of a file, and memory of the accelerator.
 
-    `places` are those that the rows on the host lie in, where others may read them or write to them.
+    Addresses, as steps have hundreds of copies, and a tensor for each end takes Python longer to make than the copy
+    takes: `holds` own the memory until it is over. `places` are those that the bytes on the host lie in, where others
+    may read them or write to them.
     """
 
-    host: Tensor | FileRows
-    device: Tensor
+    host: int | FileRows
+    device: int
+    nbytes: int
     places: Sequence[Place] = ()
+    holds: tuple[Tensor, ...] = ()
 
-    @property
-    def nbytes(self) -> int:
-        return self.host.nbytes
+    @classmethod
+    def of(cls, host: Tensor | FileRows, device: Tensor, places: Sequence[Place] = ()) -> Move:
+        """Between rows on the host and such on the accelerator, all contiguous."""
+        assert device.is_contiguous()
+        if not isinstance(host, Tensor):
+            return cls(host, device.data_ptr(), host.nbytes, places, (device,))
+        assert host.is_contiguous() and host.nbytes == device.nbytes
+        return cls(host.data_ptr(), device.data_ptr(), host.nbytes, places, (host, device))
 
     @property
     def in_memory(self) -> bool:
-        return isinstance(self.host, Tensor)
+        return isinstance(self.host, int)
 
     def parts(self, starts: Sequence[int]) -> Iterator[Move]:
         """The same as several moves, of which each begins at one of these bytes, ascending from 0."""
-        host, device = self.host, as_bytes(self.device)
+        host = self.host
         for first, last in pairwise([*starts, self.nbytes]):
-            part = as_bytes(host)[first:last] if isinstance(host, Tensor) else host.part(first, last - first)
-            yield Move(part, device[first:last])
+            part = host + first if isinstance(host, int) else host.part(first, last - first)
+            yield Move(part, self.device + first, last - first, holds=self.holds)
 
     def run(self, direction: Direction) -> None:
         """Copy now, where the host is the accelerator."""
-        if isinstance(self.host, Tensor):
-            target, source = (self.device, self.host) if direction == "in" else (self.host, self.device)
-            target.copy_(source)
-        elif direction == "in":
-            self.host.read_into(self.device)
+        host, device, nbytes = self.host, self.device, self.nbytes
+        if isinstance(host, int):
+            ctypes.memmove(*((device, host) if direction == "in" else (host, device)), nbytes)
         else:
-            self.host.write_from(self.device)
+            memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(device), dtype=torch.uint8)
+            (host.read_into if direction == "in" else host.write_from)(memory)
 
 
 class Transfer:
@@ -206,16 +214,14 @@ class Link(ABC):
         """Begin copies, behind all earlier ones of the direction, behind what was to be written to their places before
         it is read, or read before it is written to, and behind what this thread has computed so far."""
         places = [place for move in moves for place in move.places]
-        # Each once: a transfer may go to many places. What could not be written cannot be read, ever.
-        after = {
-            id(other): other
-            for place in places
-            if (other := place.written if direction == "in" else place.read) is not None
-            if not other.done or (direction == "in" and other.error is not None)
-        }
-        transfer = self._begin(direction, moves, list(after.values()))
+        reads = direction == "in"
+        # Each once: a transfer may go to many places.
+        others = {id(other): other for place in places if (other := place.written if reads else place.read) is not None}
+        # What could not be written cannot be read, ever.
+        after = [other for other in others.values() if not other.done or (reads and other.error is not None)]
+        transfer = self._begin(direction, moves, after)
         for place in places:
-            if direction == "in":
+            if reads:
                 place.read = transfer
             else:
                 place.written = transfer

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import heapq
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -67,6 +68,16 @@ class _TierPages:
             return None
         self.held[layer] += 1
         return page
+
+
+@dataclass
+class _Stretch:
+    """Pages of rows that lie one behind the other in a tier, from a row and a byte of it on."""
+
+    first: int
+    tier: Tier
+    offset: int
+    pages: list[Page]
 
 
 class PagePool:
@@ -182,6 +193,8 @@ class PagedRows:
         self._given = gone // self.per_page
         # Leading pages that are known to lie in memory, those included.
         self._leading = self._given
+        # The pages, joined; made anew when any change places.
+        self._joined: list[_Stretch] = []
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -213,8 +226,25 @@ class PagedRows:
                 self._pool.give(page)
             raise
         self._pages += taken
+        self._join(taken)
         self.length += count
         return first
+
+    def _join(self, pages: Sequence[Page]) -> None:
+        """The last ones follow those that are joined."""
+        size, joined = self._pool.page_bytes, self._joined
+        # Nothing is left over at the end of a page.
+        dense = self._row_bytes * self.per_page == size
+        for index, page in enumerate(pages, start=self._given + len(self._pages) - len(pages)):
+            last = joined[-1] if joined else None
+            if last and dense and last.tier is page.tier and last.offset + len(last.pages) * size == page.offset:
+                last.pages.append(page)
+            else:
+                joined.append(_Stretch(index * self.per_page, page.tier, page.offset, [page]))
+
+    def _join_anew(self) -> None:
+        self._joined = []
+        self._join(self._pages)
 
     def _replace_last(self, rows: int) -> None:
         """A page of one's own in the place of a shared last page that is partly filled."""
@@ -223,46 +253,53 @@ class PagedRows:
         for transfer in (*shared.busy, *own.busy):
             transfer.settle()
         buffer = torch.empty(rows, self.width, dtype=self.dtype)
-        Move(self._rows(shared, shared.offset, rows), buffer).run("in")
-        Move(self._rows(own, own.offset, rows), buffer).run("out")
+        Move.of(self._rows(shared, shared.offset, rows), buffer).run("in")
+        Move.of(self._rows(own, own.offset, rows), buffer).run("out")
         self._pages[-1] = own
+        self._join_anew()
         self._leading = min(self._leading, self._given + len(self._pages) - 1)
         self._pool.give(shared)
 
-    def append(self, rows: Tensor) -> list[Move]:
-        """Copies of rows ``[n, W]`` to their place behind the present ones."""
-        return self.moves(self.extend(len(rows)), rows.contiguous())
+    def append(self, rows: Tensor, holds: tuple[Tensor, ...] = ()) -> list[Move]:
+        """Copies of rows ``[n, W]`` to their place behind the present ones; `holds` as of `moves`."""
+        rows = rows.contiguous()
+        return self.moves(self.extend(len(rows)), len(rows), rows.data_ptr(), holds or (rows,))
 
-    def moves(self, first: int, device: Tensor) -> list[Move]:
-        """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow."""
-        count = device.shape[0] if self.width else 0
-        if count == 1:
+    def moves(self, first: int, count: int, device: int, holds: tuple[Tensor, ...]) -> list[Move]:
+        """Copies between rows from `first` on and an address on the accelerator, as few as pages allow.
+
+        `holds` own the memory there.
+        """
+        row_bytes = self._row_bytes
+        if count == 1 and row_bytes:
             # Each step of decoding writes single rows: in little time.
             index, inner = divmod(first, self.per_page)
             page = self._pages[index - self._given]
-            return [Move(self._rows(page, page.offset + inner * self._row_bytes, 1), device, (page,))]
+            return [Move(page.tier.at(page.offset + inner * row_bytes, row_bytes), device, row_bytes, (page,), holds)]
         return [
-            Move(self._rows(pages[0], offset, last - start), device[start - first : last - first], pages)
-            for pages, offset, start, last in self._runs(first, first + count)
+            Move(
+                tier.at(offset, (last - start) * row_bytes),
+                device + (start - first) * row_bytes,
+                (last - start) * row_bytes,
+                pages,
+                holds,
+            )
+            for tier, pages, offset, start, last in self._runs(first, first + count)
         ]
 
-    def _runs(self, first: int, last: int) -> Iterator[tuple[list[Page], int, int, int]]:
-        """Rows that lie one behind the other: their pages, the byte that they begin at, the first one, and the end."""
-        pages: list[Page] = []
-        offset = start = first
-        while first < last:
-            index, inner = divmod(first, self.per_page)
-            page = self._pages[index - self._given]
-            begin = page.offset + inner * self._row_bytes
-            if pages and (page.tier is not pages[0].tier or offset + (first - start) * self._row_bytes != begin):
-                yield pages, offset, start, first
-                pages = []
-            if not pages:
-                offset, start = begin, first
-            pages.append(page)
-            first = min(last, first - inner + self.per_page)
-        if pages:
-            yield pages, offset, start, last
+    def _runs(self, first: int, last: int) -> Iterator[tuple[Tier, list[Page], int, int, int]]:
+        """Rows that lie one behind the other: tier and pages, the byte that they begin at, the first one, and the end."""
+        joined, size = self._joined, self.per_page
+        if first >= last or not self._row_bytes:
+            return
+        for index in range(bisect_right(joined, first, key=lambda stretch: stretch.first) - 1, len(joined)):
+            stretch = joined[index]
+            start, inside = max(first, stretch.first), stretch.first + len(stretch.pages) * size
+            if start >= last:
+                return
+            end, before = min(last, inside), start - stretch.first
+            pages = stretch.pages[before // size : -(-(end - stretch.first) // size)]
+            yield stretch.tier, pages, stretch.offset + before * self._row_bytes, start, end
 
     def in_memory(self) -> int:
         """Leading rows that lie in memory, or are on the way there."""
@@ -274,11 +311,11 @@ class PagedRows:
     def runs_in_memory(self, last: int, first: int = 0) -> Runs:
         """Rows from `first` up to `last`; waits for those that are on the way there."""
         runs = list(self._runs(first, last))
-        for page in (page for pages, *_ in runs for page in pages):
+        for page in (page for _, pages, *_ in runs for page in pages):
             if page.written is not None:
                 page.written.settle()
         found = []
-        for pages, offset, start, end in runs:
+        for _, pages, offset, start, end in runs:
             rows = self._rows(pages[0], offset, end - start)
             if not isinstance(rows, Tensor):
                 # A shared page that was in memory may have been copied to disk since these rows were counted.
@@ -293,27 +330,32 @@ class PagedRows:
         self.length = min(self.length, length)
         self.gone = min(self.gone, self.length)
         kept = -(-self.length // self.per_page)
-        self._give(slice(max(0, kept - self._given), None))
-        self._given = min(self._given, kept)
+        given = self._given
+        self._given = min(given, kept)
         self._leading = min(self._leading, kept)
+        self._give(slice(max(0, kept - given), None))
 
     def forget(self, rows: int) -> None:
         """The first rows are not needed any more: whole pages of them are given back."""
         self.gone = max(self.gone, min(rows, self.length))
-        given = self.gone // self.per_page
-        self._give(slice(given - self._given))
-        self._given, self._leading = given, max(self._leading, given)
+        before, self._given = self._given, self.gone // self.per_page
+        self._leading = max(self._leading, self._given)
+        self._give(slice(self._given - before))
 
     def _give(self, pages: slice) -> None:
-        for page in self._pages[pages]:
+        given = self._pages[pages]
+        for page in given:
             self._pool.give(page)
         del self._pages[pages]
+        if given:
+            self._join_anew()
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
         twin = PagedRows(self._pool, self.width, self.dtype, layer=self._layer, gone=self.gone)
         twin.length = self.length
         twin._pages, twin._given, twin._leading = list(self._pages), self._given, self._leading
+        twin._join_anew()
         for page in twin._pages:
             page.users += 1
         return twin

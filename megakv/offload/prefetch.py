@@ -230,11 +230,14 @@ def _placed(
 def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Move]:
     """Copies of a strip's rows that are not recomputed to their places; what is resident is put there."""
     rows, cached, moves = staged.rows, staged.cached, list[Move]()
-    packed, filled = None, 0
+    packed = None
     if store.quantiser is not None:
         streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
         packed = staged.buffer.take(f"packed {number}", streamed, store.stored_width, store.stored_dtype)
-    for sequence, count in enumerate(cached):
+        staged.packed = packed
+    target, filled = rows if packed is None else packed, 0
+    for sequence in staged.group:
+        count = cached[sequence]
         begin = staged.away[sequence] + staged.splits[sequence]
         spans = [(begin, count)]
         resident = store.residents.rows[sequence] if count else None
@@ -246,13 +249,11 @@ def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Mo
             rows[place] = resident.rows[kept - resident.first :]
         for first, last in spans:
             if first < last:
-                target = rows[staged.row(sequence, first) : staged.row(sequence, last)]
+                row = staged.row(sequence, first)
                 if packed is not None:
-                    assert store.quantiser is not None
-                    own, filled = packed[filled : filled + last - first], filled + last - first
-                    staged.unpacking.append(partial(store.quantiser.unpack, own, target))
-                    target = own
-                moves += store.moves(sequence, first, target)
+                    staged.unpacking.append((row, last - first))
+                    row, filled = filled, filled + last - first
+                moves += store.moves(sequence, first, last - first, target, row)
     return moves
 
 
@@ -270,7 +271,7 @@ def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Mov
             staged.bodies[body], first, own = body.within(block[span]), span.stop, block[span]
             if packed is not None:
                 own = packed[span]
-                staged.unpacking.append(partial(body.unpack, own, staged.bodies[body]))
+                staged.unpacking_bodies.append(partial(body.unpack, own, staged.bodies[body]))
             moves += body.moves(own)
     return moves
 
@@ -289,7 +290,7 @@ def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int
         last = first + split
         while first < last:
             count = min(last - first, size - (filled - begun))
-            moves += store.moves(sequence, first, inputs[filled : filled + count], inputs=True)
+            moves += store.moves(sequence, first, count, inputs, filled, inputs=True)
             pieces.append(Piece(sequence, first, count))
             first, filled = first + count, filled + count
             if filled - begun == size or filled == total:

@@ -143,7 +143,7 @@ class Profiler:
             def sent(count: int, pieces: int = 1) -> tuple[int, float]:
                 """Bytes and seconds of sending rows in equal pieces."""
                 spans = pairwise(chunk_bounds(count, pieces).tolist())
-                transfers = [[Move(rows[first:end], device[first:end])] for first, end in spans]
+                transfers = [[Move.of(rows[first:end], device[first:end])] for first, end in spans]
 
                 def send() -> None:
                     [self._link.start("in", moves) for moves in transfers][-1].settle()

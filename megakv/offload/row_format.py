@@ -78,7 +78,7 @@ class GroupQuantiser:
         return (above * inverse).round_().clamp_(0, self._levels)
 
     def unpack(self, packed: Tensor, *columns: Tensor) -> None:
-        """Write the rows that ``[n, nbytes]`` bytes stand for into ``[n, W]``, or each one's columns to their place."""
+        """Write the rows that ``[n, nbytes]`` bytes stand for into ``[..., W]``, or each one's columns to their place."""
         # A copy, as where scales lie in a row they may not be aligned.
         levels, scales = packed[:, : self._bytes], packed[:, self._bytes :].clone(memory_format=torch.contiguous_format)
         step, low = scales.view(self._scale_dtype).float().chunk(2, dim=1)
@@ -86,8 +86,8 @@ class GroupQuantiser:
             levels = torch.stack((levels & 15, levels >> 4), dim=2).flatten(1)[:, : self.packing.width]
         levels = levels.unflatten(1, (-1, self._group))
         rows = torch.addcmul(low.unsqueeze(2), levels.float(), step.unsqueeze(2)).flatten(1)
-        for own, found in zip(columns, rows.split([own.shape[1] for own in columns], dim=1), strict=True):
-            own.copy_(found)
+        for own, found in zip(columns, rows.split([own.shape[-1] for own in columns], dim=1), strict=True):
+            own.copy_(found.unflatten(0, own.shape[:-1]))
 
 
 class HeadShape(NamedTuple):

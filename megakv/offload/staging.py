@@ -24,6 +24,9 @@ from megakv.offload.pages import Runs
 from megakv.offload.record import StepRecord
 from megakv.offload.row_format import RowFormat
 
+UNPACKED_ELEMENTS = 1 << 25
+"""That many are unpacked in one call, or one sequence: each takes memory while it lasts."""
+
 
 class StagingBuffer:
     """Memory on a device for one layer: keys and values, packed ones, activations, and what compression kept."""
@@ -91,8 +94,12 @@ class StagedLayer:
     chunks: list[Chunk] = field(default_factory=list)
     streamed: Transfer | None = None
     """The transfer of all other rows."""
-    unpacking: list[Callable[[], None]] = field(default_factory=list)
-    """Where rows are quantised: makes them of what has come."""
+    packed: Tensor | None = None
+    """Where rows are quantised: what has come, ``[n, nbytes]``;"""
+    unpacking: list[tuple[int, int]] = field(default_factory=list)
+    """of it, the first row and how many there are, one behind the other;"""
+    unpacking_bodies: list[Callable[[], None]] = field(default_factory=list)
+    """and what makes the bodies."""
     bodies: dict[Body, RaggedBody] = field(default_factory=dict)
     """What compression kept of the sequences, in its place; it comes with the streamed rows."""
     left: Sequence[Body] = ()
@@ -142,10 +149,26 @@ class StagedLayer:
         if self.streamed is not None:
             self.streamed.wait()
             self.streamed = None
-            for unpack in self.unpacking:
-                unpack()
-            self.unpacking = []
+            self._unpack()
         record.arrived(begun)
+
+    def _unpack(self) -> None:
+        """Make rows of packed ones, in few calls."""
+        quantiser, packed = self.store.quantiser, self.packed
+        if quantiser is None:
+            return
+        first, count = [row for row, _ in self.unpacking], [rows for _, rows in self.unpacking]
+        bounds, most = [0, *accumulate(count)], max(1, UNPACKED_ELEMENTS // self.rows.shape[1])
+        for begin, end in alike(first, count) if count else ():
+            each = max(1, most // count[begin])
+            for low in range(begin, end, each):
+                high = min(low + each, end)
+                assert packed is not None
+                target_BSW = stacked(self.rows.unsqueeze(0), first[low:high], count[low])[:, 0]
+                quantiser.unpack(packed[bounds[low] : bounds[high]], target_BSW)
+        for unpack in self.unpacking_bodies:
+            unpack()
+        self.unpacking, self.unpacking_bodies = [], []
 
     def recompute(self, layer: int, table: TokenTable, rank: int, recomputation: Recomputation) -> None:
         """Make keys and values of activations, chunk by chunk as they land."""

@@ -116,7 +116,8 @@ class TieredStore(RowFormat, KVStore):
         """Add equal numbers of rows ``[n, W]`` behind those of some sequences."""
         firsts = [self.rows(sequence) for sequence in sequences]
         pieces = rows.split(len(rows) // len(sequences))
-        stored = pieces if self.quantiser is None else self.quantiser.pack(rows).split(len(pieces[0]))
+        sent = rows if self.quantiser is None else self.quantiser.pack(rows)
+        stored = sent.split(len(pieces[0]))
         offered = self._offered.get(sequences[0])
         if offered is not None and len(offered) != len(pieces[0]):
             # They did not come in one piece.
@@ -130,7 +131,7 @@ class TieredStore(RowFormat, KVStore):
             # What is smaller is the better use of memory. Activations of all sequences are there already.
             self._keep_inputs({each: self.rows(each) for each in self._offered})
         for sequence, own in zip(sequences, stored, strict=True):
-            self._write(self._rows, sequence, own, self._absent[sequence])
+            self._write(self._rows, sequence, own, self._absent[sequence], (sent,))
         self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
         for sequence, first, own in zip(sequences, firsts, pieces, strict=True):
             self.residents.append(sequence, first, own)
@@ -145,12 +146,19 @@ class TieredStore(RowFormat, KVStore):
             if self.keeps_inputs and (inputs.length if inputs else 0) == first:
                 self._write(self._inputs, sequence, offered)
 
-    def _write(self, column: list[PagedRows | None], sequence: int, rows: Tensor, absent: int = 0) -> None:
+    def _write(
+        self,
+        column: list[PagedRows | None],
+        sequence: int,
+        rows: Tensor,
+        absent: int = 0,
+        holds: tuple[Tensor, ...] = (),
+    ) -> None:
         paged, pool = column[sequence], self.engine.pool
         if paged is None:
             paged = PagedRows(pool, rows.shape[1], rows.dtype, layer=self.layer, gone=absent)
             column[sequence] = paged
-        self._outgoing += paged.append(rows)
+        self._outgoing += paged.append(rows, holds)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
@@ -165,7 +173,7 @@ class TieredStore(RowFormat, KVStore):
         assert paged is not None
         shape = (paged.length - paged.gone, paged.width)
         device = torch.empty(shape, dtype=self.stored_dtype, device=self.engine.device)
-        self.engine.link.start("in", paged.moves(paged.gone, device)).wait()
+        self.engine.link.start("in", self.moves(sequence, paged.gone, len(device), device, 0)).wait()
         return self.heads_of(self.unpacked(device))
 
     def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
@@ -388,10 +396,16 @@ class TieredStore(RowFormat, KVStore):
         width = self.input_width
         return width * self.dtype.itemsize if width else 0
 
-    def moves(self, sequence: int, first: int, device: Tensor, *, inputs: bool = False) -> list[Move]:
-        """Copies of keys and values, or activations, of tokens from `first` on to ``[n, W]``, as they are stored."""
+    def moves(
+        self, sequence: int, first: int, count: int, device: Tensor, row: int, *, inputs: bool = False
+    ) -> list[Move]:
+        """Copies of keys and values, or activations, of so many tokens from `first` on, as they are stored, to a row and
+        those behind it of ``[n, W]``."""
         paged = (self._inputs if inputs else self._rows)[sequence]
-        return [] if paged is None else paged.moves(first, device)
+        if paged is None:
+            return []
+        assert 0 <= row <= len(device) - count
+        return paged.moves(first, count, device.data_ptr() + row * device.stride(0) * device.itemsize, (device,))
 
     def in_memory(self, *, inputs: bool = False) -> list[int]:
         """Leading tokens whose keys and values, or activations, lie in host memory, up to those that are resident."""

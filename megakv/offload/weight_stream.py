@@ -208,4 +208,4 @@ class WeightStream:
         first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]
         host = self._weights.rows(coming.layer, first, last)
         device = self._buffers[coming.buffer][first:last]
-        coming.transfers.append(self._link.start("in", [Move(host, device)]))
+        coming.transfers.append(self._link.start("in", [Move.of(host, device)]))

@@ -46,10 +46,10 @@ def test_a_link_keeps_order_and_content() -> None:
         index = int(torch.randint(8, (1,), generator=generator))
         source = torch.randn(4096, 64, device=device)
         sums[index] = source.double().sum().item()
-        link.start("out", [Move(rows[index], source, places[index])])
+        link.start("out", [Move.of(rows[index], source, places[index])])
         del source
         target = buffers[step % 2]
-        link.start("in", [Move(rows[index], target, places[index])]).wait()
+        link.start("in", [Move.of(rows[index], target, places[index])]).wait()
         assert target.double().sum().item() == pytest.approx(sums[index])
     assert isinstance(rows[0], torch.Tensor)
     link.close()
@@ -65,8 +65,8 @@ def test_memory_that_cannot_be_locked_is_used_all_the_same(caplog: pytest.LogCap
     source, target = torch.randn(512, 1024, device=device) + 1, torch.empty(512, 1024, device=device)
     rows = tier.rows(0, 512, 1024, torch.float32)
     place = [Place()]
-    link.start("out", [Move(rows, source, place)])
-    link.start("in", [Move(rows, target, place)]).wait()
+    link.start("out", [Move.of(rows, source, place)])
+    link.start("in", [Move.of(rows, target, place)]).wait()
     assert torch.equal(source, target)
     link.close()
     tier.close()
@@ -81,8 +81,8 @@ def test_copies_go_across_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatc
     source, target = torch.randn(4096, 1024, device=device), torch.zeros(4096, 1024, device=device)
     rows = tier.rows(1 << 20, 4096, 1024, torch.float32)
     place = [Place()]
-    link.start("out", [Move(rows, source, place)])
-    link.start("in", [Move(rows, target, place)]).wait()
+    link.start("out", [Move.of(rows, source, place)])
+    link.start("in", [Move.of(rows, target, place)]).wait()
     assert torch.equal(source, target)
     link.close()
     tier.close()
@@ -94,18 +94,18 @@ def test_files_and_memory_keep_one_order(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(2)
     expected = torch.zeros(2 * count, width, dtype=torch.float16, device=device)
     halves, place = [tier.rows(0, count, width, torch.float16) for tier in (memory, disk)], [Place()]
-    written = link.start("out", [Move(rows, expected[:count].clone(), place) for rows in halves])
+    written = link.start("out", [Move.of(rows, expected[:count].clone(), place) for rows in halves])
     buffers, wrong = [torch.empty_like(expected) for _ in range(2)], []
     for step in range(300):
         target = buffers[step % 2]
-        parts = [Move(rows, part, place) for rows, part in zip(halves, target.split(count), strict=True)]
+        parts = [Move.of(rows, part, place) for rows, part in zip(halves, target.split(count), strict=True)]
         link.start("in", parts[:: 1 if step % 3 else -1]).wait()
         wrong.append((target != expected).any())
         row = int(torch.randint(2 * count, (1,), generator=generator))
         expected[row] = torch.randn(width, generator=generator).half().to(device)
         tier, at = (memory, disk)[row // count], row % count
         rows = tier.rows(at * width * 2, 1, width, torch.float16)
-        written = link.start("out", [Move(rows, expected[row : row + 1].clone(), place)])
+        written = link.start("out", [Move.of(rows, expected[row : row + 1].clone(), place)])
     assert not torch.stack(wrong).any()
     written.settle()
     torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import threading
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.offload.cuda_link import CudaStreams
+from megakv.offload.cuda_link import Copy, CudaStreams
 
 
 class Moment:
@@ -92,10 +93,11 @@ class ThreadStreams(CudaStreams):
         stream.put(moment.happen)
         return moment
 
-    def copy(self, stream: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        for target, source in pairs:
-            self.copied.append(target.numel())
-            stream.put(lambda target=target, source=source: target.copy_(source))
+    def copy(self, stream: Any, copies: Iterable[Copy], holds: Iterable[Tensor]) -> None:
+        held = list(holds)
+        for copy in copies:
+            self.copied.append(copy.nbytes)
+            stream.put(lambda copy=copy, held=held: ctypes.memmove(*copy))
 
     def pinned(self, nbytes: int) -> Tensor:
         # Pinned for the device of the thread that asks.

@@ -23,7 +23,7 @@ class Gate:
 
     def read_into(self, target: Tensor) -> None:
         assert self.open.wait(10)
-        target.fill_(1)
+        target.view(torch.float32).fill_(1)
 
     def write_from(self, source: Tensor) -> None:
         assert self.open.wait(10)
@@ -41,7 +41,7 @@ class Broken:
 
 
 def moves(*pairs: tuple[Tensor, Tensor]) -> list[Move]:
-    return [Move(host, device) for host, device in pairs]
+    return [Move.of(host, device) for host, device in pairs]
 
 
 def test_rows_arrive_as_they_were() -> None:
@@ -61,7 +61,7 @@ def test_rows_arrive_as_they_were() -> None:
 def test_one_direction_keeps_its_order_and_the_other_goes_on() -> None:
     link, gate = EmulatedLink(), Gate()
     target, later = torch.zeros(1, 1), torch.zeros(1, 1)
-    first = link.start("in", [Move(gate, target)])
+    first = link.start("in", [Move.of(gate, target)])
     second = link.start("in", moves((torch.ones(1, 1), later)))
     other = link.start("out", moves((torch.zeros(1, 1), torch.ones(1, 1))))
     other.wait()
@@ -75,10 +75,10 @@ def test_one_direction_keeps_its_order_and_the_other_goes_on() -> None:
 def test_a_transfer_waits_for_those_that_wrote_what_it_reads() -> None:
     link, gate, place = EmulatedLink(), Gate(), Place()
     written = torch.zeros(1, 1)
-    slow = link.start("out", [Move(gate, torch.ones(1, 1))])
-    link.start("out", [Move(written, torch.full((1, 1), 3.0), [place])])
+    slow = link.start("out", [Move.of(gate, torch.ones(1, 1))])
+    link.start("out", [Move.of(written, torch.full((1, 1), 3.0), [place])])
     read = torch.zeros(1, 1)
-    reading = link.start("in", [Move(written, read, [place])])
+    reading = link.start("in", [Move.of(written, read, [place])])
     time.sleep(0.02)
     assert not slow.done and not reading.done and len(place.busy) == 2
     gate.open.set()
@@ -89,10 +89,10 @@ def test_a_transfer_waits_for_those_that_wrote_what_it_reads() -> None:
 
 def test_a_transfer_waits_for_those_that_read_what_it_writes() -> None:
     link, gate, place = EmulatedLink(), Gate(), Place()
-    link.start("in", [Move(gate, torch.ones(1, 1))])
+    link.start("in", [Move.of(gate, torch.ones(1, 1))])
     written, read = torch.ones(1, 1), torch.zeros(1, 1)
-    reading = link.start("in", [Move(written, read, [place])])
-    writing = link.start("out", [Move(written, torch.full((1, 1), 3.0), [place])])
+    reading = link.start("in", [Move.of(written, read, [place])])
+    writing = link.start("out", [Move.of(written, torch.full((1, 1), 3.0), [place])])
     time.sleep(0.02)
     assert not reading.done and not writing.done
     gate.open.set()
@@ -104,12 +104,12 @@ def test_a_transfer_waits_for_those_that_read_what_it_writes() -> None:
 def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
     link = EmulatedLink()
     place = Place()
-    broken = link.start("out", [Move(Broken(), torch.zeros(1, 1), [place])])
-    depending = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), [place])])
+    broken = link.start("out", [Move.of(Broken(), torch.zeros(1, 1), [place])])
+    depending = link.start("in", [Move.of(torch.zeros(1, 1), torch.zeros(1, 1), [place])])
     with pytest.raises(MegaKVError, match="no space left"):
         broken.wait()
     # Also long after it has failed.
-    later = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), [place])])
+    later = link.start("in", [Move.of(torch.zeros(1, 1), torch.zeros(1, 1), [place])])
     for transfer in (broken, depending, later):
         with pytest.raises(MegaKVError, match="transfer of 4 bytes failed.*no space left"):
             transfer.wait()
@@ -122,7 +122,7 @@ def test_errors_reach_the_waiter_and_the_link_goes_on() -> None:
 def test_a_buffer_in_flight_is_not_written_again() -> None:
     link, gate = EmulatedLink(), Gate()
     target = torch.zeros(1, 1)
-    first = link.start("in", [Move(gate, target)])
+    first = link.start("in", [Move.of(gate, target)])
     with pytest.raises(AssertionError, match="used again"):
         link.start("in", moves((torch.ones(1, 1), target)))
     gate.open.set()
@@ -157,11 +157,11 @@ def test_a_stress_of_both_directions_corrupts_nothing() -> None:
         slot, first = step % 2, int(torch.randint(0, 49, (1,), generator=generator))
         if held[slot] is not None:
             held[slot].wait()
-        link.start("in", [Move(host[first : first + 16], buffers[slot], [place])]).wait()
+        link.start("in", [Move.of(host[first : first + 16], buffers[slot], [place])]).wait()
         assert torch.equal(buffers[slot], expected[first : first + 16])
         new = torch.randn(1, 33, generator=generator)
         expected[first] = new[0]
-        held[slot] = link.start("out", [Move(host[first : first + 1], new, [place])])
+        held[slot] = link.start("out", [Move.of(host[first : first + 1], new, [place])])
     link.close()
     assert torch.equal(host, expected)
 

@@ -59,7 +59,7 @@ def link(ahead: ThreadStreams, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stre
 
 
 def moves(*pairs: tuple[Tensor, Tensor]) -> list[Move]:
-    return [Move(host, device) for host, device in pairs]
+    return [Move.of(host, device) for host, device in pairs]
 
 
 def threads() -> set[str]:
@@ -75,9 +75,9 @@ def test_rows_go_both_ways_and_only_files_take_a_thread(link: StreamLink, tmp_pa
         for tier, data in zip(tiers, rows, strict=True):
             places.append(tier.rows(offset, len(data), 5, data.dtype))
             offset += data.nbytes
-        out = link.start("out", [Move(place, data, held) for place, data in zip(places, rows, strict=True)])
+        out = link.start("out", [Move.of(place, data, held) for place, data in zip(places, rows, strict=True)])
         found = [torch.zeros_like(data) for data in rows]
-        back = link.start("in", [Move(place, data, held) for place, data in zip(places, found, strict=True)])
+        back = link.start("in", [Move.of(place, data, held) for place, data in zip(places, found, strict=True)])
         back.settle()
         assert out.done and back.done and all(map(torch.equal, found, rows))
         assert (threads() - before != set()) == (disk in tiers)
@@ -90,8 +90,8 @@ def test_computation_comes_before_and_behind_and_nobody_waits(link: StreamLink, 
     slow, host, device, found = threading.Event(), torch.zeros(3, 2), torch.zeros(3, 2), torch.zeros(3, 2)
     ahead.compute.put(lambda: slow.wait(10) and device.fill_(7))
     back, place = torch.zeros(3, 2), [Place()]
-    out = link.start("out", [Move(host, device, place)])
-    came = link.start("in", [Move(host, back, place)])
+    out = link.start("out", [Move.of(host, device, place)])
+    came = link.start("in", [Move.of(host, back, place)])
     came.wait()
     ahead.compute.put(lambda: found.copy_(back))
     assert not out.done and not came.done and host.sum() == 0
@@ -102,13 +102,13 @@ def test_computation_comes_before_and_behind_and_nobody_waits(link: StreamLink, 
 
 def test_what_comes_behind_a_file_keeps_its_turn(link: StreamLink) -> None:
     gate, target, later, other = Gate(), torch.zeros(1, 1), torch.zeros(1, 1), torch.zeros(1, 1)
-    first = link.start("in", [Move(gate, target)])
+    first = link.start("in", [Move.of(gate, target)])
     place = [Place()]
-    second = link.start("in", [Move(torch.ones(1, 1), later, place)])
+    second = link.start("in", [Move.of(torch.ones(1, 1), later, place)])
     out = link.start("out", moves((other, torch.ones(1, 1))))
     out.settle()
     # What must come after something that a thread is still to do waits there, too.
-    third = link.start("out", [Move(torch.zeros(1, 1), torch.ones(1, 1), place)])
+    third = link.start("out", [Move.of(torch.zeros(1, 1), torch.ones(1, 1), place)])
     assert not first.done and not second.done and not third.done and later.item() == 0 and other.item() == 1
     gate.open.set()
     third.settle()
@@ -119,13 +119,13 @@ def test_what_comes_behind_a_file_keeps_its_turn(link: StreamLink) -> None:
 def test_errors_reach_the_waiter_and_the_link_goes_on(link: StreamLink) -> None:
     gate, memory = Gate(broken=True), torch.zeros(1, 1)
     place = [Place()]
-    broken = link.start("out", [*moves((memory, torch.ones(1, 1))), Move(gate, torch.zeros(1, 1), place)])
-    depending = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), place)])
+    broken = link.start("out", [*moves((memory, torch.ones(1, 1))), Move.of(gate, torch.zeros(1, 1), place)])
+    depending = link.start("in", [Move.of(torch.zeros(1, 1), torch.zeros(1, 1), place)])
     gate.open.set()
     with pytest.raises(MegaKVError, match="no such rows"):
         broken.wait()
     # Also long after it has failed.
-    later = link.start("in", [Move(torch.zeros(1, 1), torch.zeros(1, 1), place)])
+    later = link.start("in", [Move.of(torch.zeros(1, 1), torch.zeros(1, 1), place)])
     for transfer in (broken, depending, later):
         with pytest.raises(MegaKVError, match=r"transfer of \d bytes failed.*no such rows"):
             transfer.wait()
@@ -161,7 +161,7 @@ def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: T
     generator = torch.Generator().manual_seed(3)
     disk, width = DiskTier(64 * 132, tmp_path), 33
     host = torch.randn(64, width, generator=generator)
-    link.start("out", [Move(disk.rows(0, 64, width, host.dtype), host.clone())]).settle()
+    link.start("out", [Move.of(disk.rows(0, 64, width, host.dtype), host.clone())]).settle()
     expected, buffers, wrong = host.clone(), [torch.empty(16, width) for _ in range(2)], []
     held_in = [Place() for _ in range(64)]
     for step in range(1000):
@@ -169,18 +169,18 @@ def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: T
         target = buffers[step % 2]
         # Rows lie in memory and in a file: those that are written last are in both.
         source = disk.rows(first * 132, 16, width, host.dtype) if on_disk else host[first : first + 16]
-        link.start("in", [Move(source, target, held_in[first : first + 16])]).wait()
+        link.start("in", [Move.of(source, target, held_in[first : first + 16])]).wait()
         held = expected[first : first + 16].clone()
         ahead.compute.put(lambda target=target, held=held: wrong.append(not torch.equal(target, held)))
         new = torch.randn(1, width, generator=generator)
         expected[first] = new[0]
         places = [host[first : first + 1], disk.rows(first * 132, 1, width, host.dtype)]
-        last = link.start("out", [Move(place, new, [held_in[first]]) for place in places])
+        last = link.start("out", [Move.of(place, new, [held_in[first]]) for place in places])
     ahead.compute.synchronize()
     last.settle()
     assert len(wrong) == 1000 and not any(wrong)
     found = torch.empty(64, width)
-    link.start("in", [Move(disk.rows(0, 64, width, host.dtype), found)]).settle()
+    link.start("in", [Move.of(disk.rows(0, 64, width, host.dtype), found)]).settle()
     assert torch.equal(host, expected) and torch.equal(found, expected)
     disk.close()
 
