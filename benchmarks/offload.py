@@ -44,7 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--heads", 8, "query heads")
     options.choice("--dtype", DTYPES, {"": "fp32", "gpu": "fp16"}, "of weights and activations")
     # What costs a processor little takes a GPU less time than Python needs to start it.
-    options.add("--chunk", {"": 128, "gpu": 4096}, "tokens of a chunk of activations, of all sequences")
+    options.add("--chunk", {"": 128, "gpu": 16384}, "tokens of a chunk of activations, of all sequences")
     options.add("--repeats", {"": 40, "quick": 8, "gpu": 1}, "timed rounds of a case at most")
     options.add("--least-repeats", {"": 2, "gpu": 1}, "rounds at least")
     text = "no further round begins in a case after them"

@@ -74,7 +74,7 @@ class TieredBody(Body):
 
     def moves(self, stored: Tensor) -> list[Move]:
         """Copies of all of it, as it is stored, to ``[n, W]`` on the accelerator."""
-        return self._rows.moves(0, self.tokens, stored.data_ptr(), (stored,))
+        return self._rows.moves(0, stored)
 
     def within(self, block: Tensor) -> RaggedBody:
         """The body in a block that it was, or is being, copied to."""

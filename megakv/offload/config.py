@@ -66,8 +66,9 @@ class OffloadConfig(Section):
     page_kib: int = Field(512, ge=1, le=MOST)
     """Size of the pages that host memory and disk are cut into."""
 
-    chunk_tokens: int = Field(256, ge=1, le=MOST)
-    """Tokens of a chunk of activations."""
+    chunk_tokens: int | None = Field(None, ge=1, le=MOST)
+    """Tokens of a chunk of activations, of all sequences. ``null``: 256, and 16,384 on a GPU, which computes with fewer
+    in less time than it takes to start that."""
 
     cpu_threads: int | None = Field(None, ge=1, le=4096)
     """Cores of each rank with which the host attends. ``null``: as many as the rank computes with."""
@@ -108,6 +109,10 @@ class OffloadConfig(Section):
     def recomputes(self) -> bool:
         """Whether the method may recompute."""
         return any(method.recomputes for method in methods_of(self.method).values())
+
+    def chunk_on(self, device: str) -> int:
+        """Tokens of a chunk on a type of device."""
+        return self.chunk_tokens or (256 if device == "cpu" else 1 << 14)
 
     def keeps_inputs(self, input_bytes: int, kv_bytes: int) -> bool:
         """Whether activations are kept beside keys and values: where they are of use on some machine."""

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.device import Clock, HostClock, on_device
+from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
 from megakv.offload.host_memory import in_units
 from megakv.offload.link import Direction, Link, Move, Traffic, Transfer
@@ -30,14 +31,6 @@ PINNED_BYTES = 4 << 20
 """Files are read and written in pieces of that size at most."""
 PINNED_PIECES = 2
 """So many of them are copied at a time, in each direction."""
-
-
-class Copy(NamedTuple):
-    """Bytes to one address from another."""
-
-    target: int
-    source: int
-    nbytes: int
 
 
 class CudaStreams:
@@ -61,13 +54,14 @@ class CudaStreams:
         event.record(stream)
         return event
 
-    def copy(self, stream: Any, copies: Iterable[Copy], holds: Iterable[Tensor]) -> None:
-        """Queue copies; the accelerator's memory that tensors hold is not used for others before they are over."""
+    def copy(self, stream: Any, to: IntArray, source: IntArray, sizes: IntArray, holds: Iterable[Tensor]) -> None:
+        """Queue copies between addresses; memory of the accelerator that tensors hold is not used for others before
+        they are over."""
         memcpy, queue = self._memcpy, stream.cuda_stream
         with on_device(self._device):
-            for copy in copies:
-                if status := memcpy(*copy, queue):
-                    raise RuntimeError(f"the driver refused a copy of {copy.nbytes} bytes (error {status})")
+            for ends in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+                if status := memcpy(*ends, queue):
+                    raise RuntimeError(f"the driver refused a copy of {ends[2]} bytes (error {status})")
         for tensor in holds:
             if tensor.is_cuda:
                 tensor.record_stream(stream)
@@ -166,25 +160,41 @@ class StreamLink(Link):
         try:
             for in_memory, moves in groupby(transfer.moves, lambda move: move.in_memory):
                 if in_memory:
-                    each = list(moves)
-                    holds = {id(tensor): tensor for move in each for tensor in move.holds}.values()
-                    self._streams.copy(stream, self._copies(transfer.direction, each), holds)
+                    self._copy_memory(stream, transfer.direction, list(moves))
                 else:
                     self._copy_files(stream, transfer.direction, moves)
         finally:
             # Also of a transfer that fails: what it has queued must be over before its memory is used again.
             transfer.ended = self._streams.event(stream, timed=True)
 
-    def _copies(self, direction: Direction, moves: Iterable[Move]) -> Iterator[Copy]:
-        """What is copied within seams."""
-        for move in moves:
-            first = move.host
-            assert isinstance(first, int)
-            seams = self.seams[bisect_right(self.seams, first) : bisect_left(self.seams, first + move.nbytes)]
-            for part in move.parts([0, *(seam - first for seam in seams)]) if seams else (move,):
-                assert isinstance(part.host, int)
-                ends = (part.device, part.host) if direction == "in" else (part.host, part.device)
-                yield Copy(*ends, part.nbytes)
+    def _copy_memory(self, stream: Any, direction: Direction, moves: Sequence[Move]) -> None:
+        """All at once, each within seams."""
+        columns = ((move.host, move.device, move.sizes) for move in moves)
+        host, device, sizes = map(np.concatenate, zip(*columns, strict=True))
+        holds = {id(tensor): tensor for move in moves for tensor in move.holds}.values()
+        if self.seams:
+            host, device, sizes = self._within_seams(host, device, sizes)
+        ends = (device, host) if direction == "in" else (host, device)
+        self._streams.copy(stream, *ends, sizes, holds)
+
+    def _within_seams(self, host: IntArray, device: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+        """The same copies; those that go across seams in parts."""
+        lows, highs = np.searchsorted(self.seams, host, "right"), np.searchsorted(self.seams, host + sizes, "left")
+        crossing = np.flatnonzero(highs > lows)
+        if not len(crossing):
+            return host, device, sizes
+        starts = [np.array([0, *self.seams[lows[each] : highs[each]]]) for each in crossing]
+        for each, own in zip(crossing, starts, strict=True):
+            own[1:] -= host[each]
+        index = np.repeat(crossing, [len(own) for own in starts])
+        parts = np.concatenate([np.diff(own, append=sizes[each]) for each, own in zip(crossing, starts, strict=True)])
+        first = np.concatenate(starts)
+        others = highs <= lows
+        return (
+            np.concatenate([host[others], host[index] + first]),
+            np.concatenate([device[others], device[index] + first]),
+            np.concatenate([sizes[others], parts]),
+        )
 
     def _copy_files(self, stream: Any, direction: Direction, moves: Iterable[Move]) -> None:
         """While one piece is copied, the next one is read; or the one before is written."""
@@ -198,16 +208,17 @@ class StreamLink(Link):
 
         try:
             for move in moves:
-                for piece in move.parts(range(0, move.nbytes, PINNED_BYTES)):
+                for rows, device, nbytes in move.copies(PINNED_BYTES):
                     if len(coming) == PINNED_PIECES:
                         land()
-                    assert not isinstance(piece.host, int)
-                    memory = self._streams.pinned(PINNED_BYTES)[: piece.nbytes]
+                    assert not isinstance(rows, int)
+                    memory = self._streams.pinned(PINNED_BYTES)[:nbytes]
                     if direction == "in":
-                        piece.host.read_into(memory)
-                    through = piece._replace(host=memory.data_ptr(), holds=(*piece.holds, memory))
-                    self._streams.copy(stream, self._copies(direction, [through]), through.holds)
-                    coming.append((piece.host, memory, self._streams.event(stream, timed=False)))
+                        rows.read_into(memory)
+                    through, there, size = np.array([[memory.data_ptr()], [device], [nbytes]])
+                    piece = Move(through, there, size, holds=(*move.holds, memory))
+                    self._copy_memory(stream, direction, [piece])
+                    coming.append((rows, memory, self._streams.event(stream, timed=False)))
             while direction == "out" and coming:
                 land()
         except BaseException:

@@ -13,13 +13,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
-from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.device import Clock, HostClock
+from megakv.distributed.sharding import IntArray
 from megakv.errors import MegaKVError
 from megakv.offload.disk import FileRows
 
@@ -47,17 +48,33 @@ class Place:
         return [transfer for transfer in (self.written, self.read) if transfer is not None and not transfer.done]
 
 
-class Move(NamedTuple):
-    """One copy of bytes between the host, memory at an address or a part of a file, and memory of the accelerator.
-
-    Addresses, as steps have hundreds of copies, and a tensor for each end takes Python longer to make than the copy
-    takes: `holds` own the memory until it is over. `places` are those that the bytes on the host lie in, where others
-    may read them or write to them.
-    """
+class Copy(NamedTuple):
+    """One of a move's."""
 
     host: int | FileRows
     device: int
     nbytes: int
+
+    def run(self, direction: Direction) -> None:
+        host, device, nbytes = self
+        if isinstance(host, int):
+            ctypes.memmove(*((device, host) if direction == "in" else (host, device)), nbytes)
+        else:
+            memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(device), dtype=torch.uint8)
+            (host.read_into if direction == "in" else host.write_from)(memory)
+
+
+class Move(NamedTuple):
+    """Copies between the host, memory at some addresses or a part of a file, and the accelerator's at as many.
+
+    Addresses, as steps have thousands of copies, and tensors for both ends of one take Python longer to make than the
+    copy takes: `holds` own the memory until all are over. `places` are those that the bytes on the host lie in, where
+    others may read them or write to them.
+    """
+
+    host: IntArray | FileRows
+    device: IntArray
+    sizes: IntArray
     places: Sequence[Place] = ()
     holds: tuple[Tensor, ...] = ()
 
@@ -65,30 +82,37 @@ class Move(NamedTuple):
     def of(cls, host: Tensor | FileRows, device: Tensor, places: Sequence[Place] = ()) -> Move:
         """Between rows on the host and such on the accelerator, all contiguous."""
         assert device.is_contiguous()
+        target, sizes = np.array([device.data_ptr()]), np.array([host.nbytes])
         if not isinstance(host, Tensor):
-            return cls(host, device.data_ptr(), host.nbytes, places, (device,))
+            return cls(host, target, sizes, places, (device,))
         assert host.is_contiguous() and host.nbytes == device.nbytes
-        return cls(host.data_ptr(), device.data_ptr(), host.nbytes, places, (host, device))
+        return cls(np.array([host.data_ptr()]), target, sizes, places, (host, device))
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.sizes.sum())
 
     @property
     def in_memory(self) -> bool:
-        return isinstance(self.host, int)
-
-    def parts(self, starts: Sequence[int]) -> Iterator[Move]:
-        """The same as several moves, of which each begins at one of these bytes, ascending from 0."""
-        host = self.host
-        for first, last in pairwise([*starts, self.nbytes]):
-            part = host + first if isinstance(host, int) else host.part(first, last - first)
-            yield Move(part, self.device + first, last - first, holds=self.holds)
+        return isinstance(self.host, np.ndarray)
 
     def run(self, direction: Direction) -> None:
         """Copy now, where the host is the accelerator."""
-        host, device, nbytes = self.host, self.device, self.nbytes
-        if isinstance(host, int):
-            ctypes.memmove(*((device, host) if direction == "in" else (host, device)), nbytes)
-        else:
-            memory = torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(device), dtype=torch.uint8)
-            (host.read_into if direction == "in" else host.write_from)(memory)
+        for copy in self.copies():
+            copy.run(direction)
+
+    def copies(self, most: int | None = None) -> Iterator[Copy]:
+        """Each of them, in pieces of at most so many bytes if that is given."""
+        host = self.host
+        hosts = host.tolist() if isinstance(host, np.ndarray) else [host]
+        for each in map(Copy, hosts, self.device.tolist(), self.sizes.tolist()):
+            if most is None or each.nbytes <= most:
+                yield each
+                continue
+            for first in range(0, each.nbytes, most):
+                count, begin = min(most, each.nbytes - first), each.host
+                part = begin + first if isinstance(begin, int) else begin.part(first, count)
+                yield Copy(part, each.device + first, count)
 
 
 class Transfer:
@@ -270,8 +294,8 @@ class EmulatedLink(Link):
         begun = time.perf_counter()
         wire = free = max(self._free[direction], begun if held_up else transfer.begun)
         for move in transfer.moves:
-            paced = self.bytes_s is not None and move.in_memory and move.nbytes > PIECE_BYTES
-            for piece in move.parts(range(0, move.nbytes, PIECE_BYTES)) if paced else (move,):
+            paced = self.bytes_s is not None and move.in_memory
+            for piece in move.copies(PIECE_BYTES if paced else None):
                 started = time.perf_counter()
                 piece.run(direction)
                 if self.bytes_s is not None:

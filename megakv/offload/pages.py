@@ -71,7 +71,7 @@ class _TierPages:
 
 
 @dataclass
-class _Stretch:
+class Stretch:
     """Pages of rows that lie one behind the other in a tier, from a row and a byte of it on."""
 
     first: int
@@ -177,11 +177,13 @@ class PagedRows:
     """A growing number of rows of one width, of a layer; forks share pages until either grows.
 
     `length` counts all rows, the first `gone` ones that are not held any more included; `per_page` go into a page.
+    `joined` are the pages, and `version` is another one when there are others.
     """
 
     def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, gone: int = 0):
         self.width = width
         self.length = self.gone = gone
+        self.version = object()
         self._layer, self._pool = layer, pool
         self.dtype = dtype
         self._row_bytes = width * dtype.itemsize
@@ -193,8 +195,7 @@ class PagedRows:
         self._given = gone // self.per_page
         # Leading pages that are known to lie in memory, those included.
         self._leading = self._given
-        # The pages, joined; made anew when any change places.
-        self._joined: list[_Stretch] = []
+        self.joined: list[Stretch] = []
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -213,6 +214,12 @@ class PagedRows:
 
         Returns the first one's index.
         """
+        if self._pages and self._pages[-1].users == 1:
+            # Each step of decoding adds a row to every sequence in every layer: in little time.
+            end = self.length + count
+            if end <= (self._given + len(self._pages)) * self.per_page:
+                self.length = end
+                return end - count
         first, needed = self.length, -(-(self.length + count) // self.per_page) - self._given if self.width else 0
         taken: list[Page] = []
         try:
@@ -232,7 +239,8 @@ class PagedRows:
 
     def _join(self, pages: Sequence[Page]) -> None:
         """The last ones follow those that are joined."""
-        size, joined = self._pool.page_bytes, self._joined
+        self.version = object()
+        size, joined = self._pool.page_bytes, self.joined
         # Nothing is left over at the end of a page.
         dense = self._row_bytes * self.per_page == size
         for index, page in enumerate(pages, start=self._given + len(self._pages) - len(pages)):
@@ -240,10 +248,10 @@ class PagedRows:
             if last and dense and last.tier is page.tier and last.offset + len(last.pages) * size == page.offset:
                 last.pages.append(page)
             else:
-                joined.append(_Stretch(index * self.per_page, page.tier, page.offset, [page]))
+                joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page]))
 
     def _join_anew(self) -> None:
-        self._joined = []
+        self.joined = []
         self._join(self._pages)
 
     def _replace_last(self, rows: int) -> None:
@@ -260,36 +268,25 @@ class PagedRows:
         self._leading = min(self._leading, self._given + len(self._pages) - 1)
         self._pool.give(shared)
 
-    def append(self, rows: Tensor, holds: tuple[Tensor, ...] = ()) -> list[Move]:
-        """Copies of rows ``[n, W]`` to their place behind the present ones; `holds` as of `moves`."""
-        rows = rows.contiguous()
-        return self.moves(self.extend(len(rows)), len(rows), rows.data_ptr(), holds or (rows,))
+    def append(self, rows: Tensor) -> list[Move]:
+        """Copies of rows ``[n, W]`` to their place behind the present ones."""
+        return self.moves(self.extend(len(rows)), rows.contiguous())
 
-    def moves(self, first: int, count: int, device: int, holds: tuple[Tensor, ...]) -> list[Move]:
-        """Copies between rows from `first` on and an address on the accelerator, as few as pages allow.
-
-        `holds` own the memory there.
-        """
-        row_bytes = self._row_bytes
-        if count == 1 and row_bytes:
-            # Each step of decoding writes single rows: in little time.
-            index, inner = divmod(first, self.per_page)
-            page = self._pages[index - self._given]
-            return [Move(page.tier.at(page.offset + inner * row_bytes, row_bytes), device, row_bytes, (page,), holds)]
+    def moves(self, first: int, device: Tensor) -> list[Move]:
+        """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow."""
         return [
-            Move(
-                tier.at(offset, (last - start) * row_bytes),
-                device + (start - first) * row_bytes,
-                (last - start) * row_bytes,
-                pages,
-                holds,
-            )
-            for tier, pages, offset, start, last in self._runs(first, first + count)
+            Move.of(self._rows(pages[0], offset, last - start), device[start - first : last - first], pages)
+            for pages, offset, start, last in self._runs(first, first + len(device))
         ]
 
-    def _runs(self, first: int, last: int) -> Iterator[tuple[Tier, list[Page], int, int, int]]:
-        """Rows that lie one behind the other: tier and pages, the byte that they begin at, the first one, and the end."""
-        joined, size = self._joined, self.per_page
+    def pages_of(self, first: int, count: int) -> list[Page]:
+        """Those that so many rows from one on lie in."""
+        low, last = first // self.per_page - self._given, (first + count - 1) // self.per_page - self._given
+        return self._pages[low : last + 1]
+
+    def _runs(self, first: int, last: int) -> Iterator[tuple[list[Page], int, int, int]]:
+        """Rows that lie one behind the other: their pages, the byte that they begin at, the first one, and the end."""
+        joined, size = self.joined, self.per_page
         if first >= last or not self._row_bytes:
             return
         for index in range(bisect_right(joined, first, key=lambda stretch: stretch.first) - 1, len(joined)):
@@ -299,7 +296,7 @@ class PagedRows:
                 return
             end, before = min(last, inside), start - stretch.first
             pages = stretch.pages[before // size : -(-(end - stretch.first) // size)]
-            yield stretch.tier, pages, stretch.offset + before * self._row_bytes, start, end
+            yield pages, stretch.offset + before * self._row_bytes, start, end
 
     def in_memory(self) -> int:
         """Leading rows that lie in memory, or are on the way there."""
@@ -311,11 +308,11 @@ class PagedRows:
     def runs_in_memory(self, last: int, first: int = 0) -> Runs:
         """Rows from `first` up to `last`; waits for those that are on the way there."""
         runs = list(self._runs(first, last))
-        for page in (page for _, pages, *_ in runs for page in pages):
+        for page in (page for pages, *_ in runs for page in pages):
             if page.written is not None:
                 page.written.settle()
         found = []
-        for _, pages, offset, start, end in runs:
+        for pages, offset, start, end in runs:
             rows = self._rows(pages[0], offset, end - start)
             if not isinstance(rows, Tensor):
                 # A shared page that was in memory may have been copied to disk since these rows were counted.

@@ -36,7 +36,8 @@ class Planner:
     """Plans of one engine's steps.
 
     Several ranks wait for each other and so try one plan at a time: `leads` says whether this one chooses it, and is
-    None for a rank alone. `host_rank` is there where the host may attend, `weights` where weights come over the link.
+    None for a rank alone. A `chunk` of activations has so many tokens. `host_rank` is there where the host may attend,
+    `weights` where weights come over the link.
 
     `wants_inputs` says whether activations of generated tokens may be of use (those of prompts are kept in any case),
     and `ahead` whether the first layers of a step can be brought while the step before ends.
@@ -47,6 +48,7 @@ class Planner:
         config: OffloadConfig,
         costs: OffloadCosts,
         *,
+        chunk: int,
         layers: int,
         recomputation: Recomputation,
         host_rank: HostRank | None,
@@ -54,7 +56,7 @@ class Planner:
         weights: WeightStream | None = None,
     ):
         self.ahead = self.wants_inputs = True
-        self._config, self._costs, self._layers = config, costs, layers
+        self._config, self._costs, self._layers, self._chunk = config, costs, layers, chunk
         self._recomputation, self._host_rank, self._weights = recomputation, host_rank, weights
         self._new_tokens = 0
         self._undecided = True
@@ -151,7 +153,7 @@ class Planner:
                 sum(placement.inputs for placement in placements),
                 sum(placement.rows_in_memory for placement in placements),
             )
-            group = GroupCosts(costs, sum(tokens), inputs, host, 0, self._config.chunk_tokens, placements)
+            group = GroupCosts(costs, sum(tokens), inputs, host, 0, self._chunk, placements)
             found = self._solved(name, [group])
             seconds.append(math.inf if found is None else found.seconds)
         return seconds[0] <= seconds[1]
@@ -223,7 +225,7 @@ class Planner:
                 sum(placement.inputs for placement in own),
                 sum(placement.rows_in_memory for placement in own) if attends else 0,
                 sum(reach.resident[group.start : group.stop]),
-                self._config.chunk_tokens,
+                self._chunk,
                 own if any(placement.on_disk for placement in own) else (),
                 *both,
             )

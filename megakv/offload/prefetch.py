@@ -229,13 +229,13 @@ def _placed(
 
 def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Move]:
     """Copies of a strip's rows that are not recomputed to their places; what is resident is put there."""
-    rows, cached, moves = staged.rows, staged.cached, list[Move]()
+    rows, cached, runs = staged.rows, staged.cached, list[tuple[int, int, int, int]]()
     packed = None
     if store.quantiser is not None:
         streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
         packed = staged.buffer.take(f"packed {number}", streamed, store.stored_width, store.stored_dtype)
         staged.packed = packed
-    target, filled = rows if packed is None else packed, 0
+    filled = 0
     for sequence in staged.group:
         count = cached[sequence]
         begin = staged.away[sequence] + staged.splits[sequence]
@@ -253,8 +253,8 @@ def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Mo
                 if packed is not None:
                     staged.unpacking.append((row, last - first))
                     row, filled = filled, filled + last - first
-                moves += store.moves(sequence, first, last - first, target, row)
-    return moves
+                runs.append((sequence, first, last - first, row))
+    return store.moves(rows if packed is None else packed, runs)
 
 
 def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Move]:
@@ -283,16 +283,17 @@ def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int
         return
     inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
     pieces: list[Piece] = []
-    moves: list[Move] = []
+    runs: list[tuple[int, int, int, int]] = []
     filled = begun = 0
     for sequence, split in enumerate(staged.splits):
         first = staged.away[sequence]
         last = first + split
         while first < last:
             count = min(last - first, size - (filled - begun))
-            moves += store.moves(sequence, first, count, inputs, filled, inputs=True)
+            runs.append((sequence, first, count, filled))
             pieces.append(Piece(sequence, first, count))
             first, filled = first + count, filled + count
             if filled - begun == size or filled == total:
-                staged.chunks.append(Chunk(inputs[begun:filled], tuple(pieces), link.start("in", moves)))
-                pieces, moves, begun = [], [], filled
+                transfer = link.start("in", store.moves(inputs, runs, inputs=True))
+                staged.chunks.append(Chunk(inputs[begun:filled], tuple(pieces), transfer))
+                pieces, runs, begun = [], [], filled

@@ -67,15 +67,17 @@ class LayerResidents:
         # Tokens that a sequence had when its rows were moved, or could not be.
         self._moved: dict[int, int] = {}
 
-    def append(self, sequence: int, first: int, rows: Tensor) -> None:
-        """Rows ``[n, W]`` of a sequence come, behind so many."""
-        held = self.rows[sequence]
-        if first == 0:
-            self.rows[sequence] = self._last_of(rows, 0)
-        elif len(rows) > 1 or (
-            held is not None and first + 1 - max(held.end, self._moved.get(sequence, 0)) > len(held.rows)
-        ):
-            self._grown.add(sequence)
+    def append_each(self, sequences: Sequence[int], firsts: Sequence[int], rows: Tensor) -> None:
+        """Rows ``[n, W]`` of some sequences come, equal parts, behind so many of each."""
+        each = rows.shape[0] // len(sequences)
+        for index, (sequence, first) in enumerate(zip(sequences, firsts, strict=True)):
+            held = self.rows[sequence]
+            if first == 0:
+                self.rows[sequence] = self._last_of(rows[each * index : each * (index + 1)], 0)
+            elif each > 1 or (
+                held is not None and first + 1 - max(held.end, self._moved.get(sequence, 0)) > len(held.rows)
+            ):
+                self._grown.add(sequence)
 
     def counts(self) -> list[int]:
         """Tokens of every sequence that stay."""

@@ -78,7 +78,7 @@ class GroupQuantiser:
         return (above * inverse).round_().clamp_(0, self._levels)
 
     def unpack(self, packed: Tensor, *columns: Tensor) -> None:
-        """Write the rows that ``[n, nbytes]`` bytes stand for into ``[..., W]``, or each one's columns to their place."""
+        """Write the rows that ``[n, nbytes]`` bytes stand for to ``[..., W]``, or each one's columns to their place."""
         # A copy, as where scales lie in a row they may not be aligned.
         levels, scales = packed[:, : self._bytes], packed[:, self._bytes :].clone(memory_format=torch.contiguous_format)
         step, low = scales.view(self._scale_dtype).float().chunk(2, dim=1)

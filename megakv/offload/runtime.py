@@ -105,6 +105,7 @@ class Offloader:
             self._planner = Planner(
                 config,
                 self.costs,
+                chunk=config.chunk_on(self.device.type),
                 layers=layers,
                 recomputation=self._recomputation,
                 host_rank=self._host_rank,

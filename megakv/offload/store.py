@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,8 +19,9 @@ from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
 from megakv.fairkv.ragged_body import Body, RaggedBody
 from megakv.fairkv.shares import HeadShares
 from megakv.offload.config import OffloadConfig
+from megakv.offload.layer_rows import LayerRows
 from megakv.offload.link import Link, Move, Transfer
-from megakv.offload.pages import PagedRows, PagePool, Runs, page_bytes
+from megakv.offload.pages import PagePool, Runs, page_bytes
 from megakv.offload.residents import LayerResidents, ResidentBudget
 from megakv.offload.row_format import RowFormat
 from megakv.offload.staging import StagedLayer
@@ -74,14 +76,14 @@ class TieredStore(RowFormat, KVStore):
         self.layer, self.version, self.keeps_inputs = layer, 0, True
         self.staged: StagedLayer | None = None
         self.engine = engine
-        self._rows: list[PagedRows | None] = [None] * batch
-        self._inputs: list[PagedRows | None] = [None] * batch
+        self._rows, self._inputs = (LayerRows(engine.pool, layer, [None] * batch) for _ in range(2))
         # Rows that were gone before any came.
         self._absent = [0] * batch
         self._outgoing: list[Move] = []
         self.residents = LayerResidents(engine.residents, layer, [None] * batch, part)
-        # By sequence, activations of the tokens that come next.
-        self._offered: dict[int, Tensor] = {}
+        # Activations of the tokens that come next, and by sequence which of them are its.
+        self._activations: Tensor
+        self._offered: dict[int, slice] = {}
         # While the layer is at work: tokens of every sequence when it began, and what has come since, with the
         # sequences that equal parts of it belong to, and the index of each one's first row.
         self._before: list[int] | None = None
@@ -114,51 +116,45 @@ class TieredStore(RowFormat, KVStore):
 
     def _take(self, sequences: Sequence[int], rows: Tensor) -> None:
         """Add equal numbers of rows ``[n, W]`` behind those of some sequences."""
-        firsts = [self.rows(sequence) for sequence in sequences]
-        pieces = rows.split(len(rows) // len(sequences))
-        sent = rows if self.quantiser is None else self.quantiser.pack(rows)
-        stored = sent.split(len(pieces[0]))
+        lengths, each = self.lengths(), rows.shape[0] // len(sequences)
+        firsts = [lengths[sequence] for sequence in sequences]
+        stored = rows if self.quantiser is None else self.quantiser.pack(rows)
         offered = self._offered.get(sequences[0])
-        if offered is not None and len(offered) != len(pieces[0]):
+        if offered is not None and offered.stop - offered.start != each:
             # They did not come in one piece.
             offered = None
             del self._offered[sequences[0]]
+        smaller = False
         if offered is not None:
+            input_bytes = each * self._activations.shape[1] * self._activations.itemsize
+            stored_bytes = each * stored.shape[1] * stored.itemsize
             # No larger activations can pay, on any machine.
-            self.keeps_inputs = self._config.keeps_inputs(offered.nbytes, stored[0].nbytes)
+            self.keeps_inputs = self._config.keeps_inputs(input_bytes, stored_bytes)
+            smaller = input_bytes < stored_bytes
         self.engine.expect(self)
-        if offered is not None and offered.nbytes < stored[0].nbytes:
+        if smaller:
             # What is smaller is the better use of memory. Activations of all sequences are there already.
-            self._keep_inputs({each: self.rows(each) for each in self._offered})
-        for sequence, own in zip(sequences, stored, strict=True):
-            self._write(self._rows, sequence, own, self._absent[sequence], (sent,))
+            self._keep_inputs({sequence: lengths[sequence] for sequence in self._offered})
+        spans = [slice(each * index, each * (index + 1)) for index in range(len(sequences))]
+        self._outgoing += self._rows.extend_each(sequences, stored.contiguous(), spans, self._absent)
         self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
-        for sequence, first, own in zip(sequences, firsts, pieces, strict=True):
-            self.residents.append(sequence, first, own)
+        self.residents.append_each(sequences, firsts, rows)
         if self._before is not None:
             self._new.append((sequences, firsts, rows))
             self.put_new(self._new[-1:])
 
     def _keep_inputs(self, firsts: dict[int, int]) -> None:
-        for sequence, first in firsts.items():
-            offered, inputs = self._offered.pop(sequence), self._inputs[sequence]
-            # Only an unbroken run from the first token on can be recomputed.
-            if self.keeps_inputs and (inputs.length if inputs else 0) == first:
-                self._write(self._inputs, sequence, offered)
-
-    def _write(
-        self,
-        column: list[PagedRows | None],
-        sequence: int,
-        rows: Tensor,
-        absent: int = 0,
-        holds: tuple[Tensor, ...] = (),
-    ) -> None:
-        paged, pool = column[sequence], self.engine.pool
-        if paged is None:
-            paged = PagedRows(pool, rows.shape[1], rows.dtype, layer=self.layer, gone=absent)
-            column[sequence] = paged
-        self._outgoing += paged.append(rows, holds)
+        spans = {sequence: self._offered.pop(sequence) for sequence in firsts}
+        if not spans or not self.keeps_inputs:
+            return
+        # Only an unbroken run from the first token on can be recomputed.
+        unbroken = [
+            sequence
+            for sequence, first in firsts.items()
+            if ((inputs := self._inputs[sequence]) and inputs.length or 0) == first
+        ]
+        given = [spans[sequence] for sequence in unbroken]
+        self._outgoing += self._inputs.extend_each(unbroken, self._activations, given, [0] * len(self._inputs))
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
@@ -173,7 +169,7 @@ class TieredStore(RowFormat, KVStore):
         assert paged is not None
         shape = (paged.length - paged.gone, paged.width)
         device = torch.empty(shape, dtype=self.stored_dtype, device=self.engine.device)
-        self.engine.link.start("in", self.moves(sequence, paged.gone, len(device), device, 0)).wait()
+        self.engine.link.start("in", paged.moves(paged.gone, device)).wait()
         return self.heads_of(self.unpacked(device))
 
     def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
@@ -261,15 +257,14 @@ class TieredStore(RowFormat, KVStore):
         self.version += 1
         self.residents.reorder(index)
         self._absent = [self._absent[source] for source in index]
-        for column in (self._rows, self._inputs):
-            column[:] = [(rows := column[source]) and rows.fork() for source in index]
+        self._rows, self._inputs = self._rows.fork(index), self._inputs.fork(index)
 
     def fork(self) -> TieredStore:
         self.flush()
         twin = TieredStore(self.layer, len(self._rows), self.engine)
         twin.take_format_of(self)
         twin.residents, twin._absent = self.residents.fork(), list(self._absent)
-        twin._rows, twin._inputs = ([row and row.fork() for row in column] for column in (self._rows, self._inputs))
+        twin._rows, twin._inputs = self._rows.fork(self.sequences), self._inputs.fork(self.sequences)
         return twin
 
     def finish(self) -> None:
@@ -341,12 +336,15 @@ class TieredStore(RowFormat, KVStore):
 
     def offer(self, stored: TokenBlock, hidden_LE: Tensor, kept: IntArray | None) -> None:
         """Take the activations ``[L, h]`` of the tokens that are appended next: those at `kept`, or all."""
-        # A copy: the model may go on to work on its own tensor in place.
-        hidden_LE = hidden_LE.clone() if kept is None else hidden_LE[upload(kept, hidden_LE.device)]
-        for sequence in range(stored.batch):
-            run = stored.run(sequence)
-            if run.stop > run.start:
-                self._offered[sequence] = hidden_LE[run]
+        if kept is None:
+            # A copy: the model may go on to work on its own tensor in place.
+            self._activations = hidden_LE.clone(memory_format=torch.contiguous_format)
+        else:
+            self._activations = hidden_LE[upload(kept, hidden_LE.device)].contiguous()
+        bounds = stored.bounds.tolist()
+        for sequence, (first, last) in enumerate(pairwise(bounds)):
+            if last > first:
+                self._offered[sequence] = slice(first, last)
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
@@ -356,7 +354,13 @@ class TieredStore(RowFormat, KVStore):
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
-        return [self.rows(sequence) for sequence in range(len(self._rows))]
+        # Every layer of every step asks for them several times.
+        found = [
+            absent if paged is None else paged.length for paged, absent in zip(self._rows, self._absent, strict=True)
+        ]
+        for sequence, places in self._reserved.items():
+            found[sequence] += len(places)
+        return found
 
     def cached_before_step(self) -> list[int]:
         """Tokens of every sequence, without those of the pass under way while its layer is at work."""
@@ -396,16 +400,10 @@ class TieredStore(RowFormat, KVStore):
         width = self.input_width
         return width * self.dtype.itemsize if width else 0
 
-    def moves(
-        self, sequence: int, first: int, count: int, device: Tensor, row: int, *, inputs: bool = False
-    ) -> list[Move]:
-        """Copies of keys and values, or activations, of so many tokens from `first` on, as they are stored, to a row and
-        those behind it of ``[n, W]``."""
-        paged = (self._inputs if inputs else self._rows)[sequence]
-        if paged is None:
-            return []
-        assert 0 <= row <= len(device) - count
-        return paged.moves(first, count, device.data_ptr() + row * device.stride(0) * device.itemsize, (device,))
+    def moves(self, block: Tensor, runs: Sequence[tuple[int, int, int, int]], *, inputs: bool = False) -> list[Move]:
+        """Copies of tokens' keys and values, or activations, as they are stored, to rows of a block ``[n, W]``: by
+        `runs` of a sequence's tokens from one on, so many, to a row of the block and those behind it."""
+        return (self._inputs if inputs else self._rows).moves(block, runs)
 
     def in_memory(self, *, inputs: bool = False) -> list[int]:
         """Leading tokens whose keys and values, or activations, lie in host memory, up to those that are resident."""
@@ -425,7 +423,7 @@ class TieredStore(RowFormat, KVStore):
         """
         page, width = self.engine.pool.page_bytes, self.input_width
         row_bytes = self.row_bytes if heads is None else heads.alone * self.body_row_bytes
-        offered = max((each.shape[1] for each in self._offered.values()), default=0)
+        offered = self._activations.shape[1] if self._offered else 0
         keeps = offered > 0 and self._config.keeps_inputs(offered * self.dtype.itemsize, row_bytes)
         if keeps:
             width = max(width, offered)

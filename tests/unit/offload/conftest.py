@@ -19,7 +19,8 @@ def no_buffer_in_flight_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     start, under_way = EmulatedLink.start, WeakKeyDictionary[Transfer, list[tuple[int, int]]]()
 
     def started(link: EmulatedLink, direction: Direction, moves: Sequence[Move]) -> Transfer:
-        spans = [(move.device, move.device + move.nbytes) for move in moves] if direction == "in" else []
+        copies = [copy for move in moves for copy in move.copies()] if direction == "in" else []
+        spans = [(copy.device, copy.device + copy.nbytes) for copy in copies]
         for other, taken in under_way.items():
             assert other.done or all(high <= begin or end <= low for low, high in spans for begin, end in taken), (
                 "a buffer is used again while a transfer into it is under way"

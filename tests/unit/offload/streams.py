@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.offload.cuda_link import Copy, CudaStreams
+from megakv.distributed.sharding import IntArray
+from megakv.offload.cuda_link import CudaStreams
 
 
 class Moment:
@@ -93,11 +94,11 @@ class ThreadStreams(CudaStreams):
         stream.put(moment.happen)
         return moment
 
-    def copy(self, stream: Any, copies: Iterable[Copy], holds: Iterable[Tensor]) -> None:
+    def copy(self, stream: Any, to: IntArray, source: IntArray, sizes: IntArray, holds: Iterable[Tensor]) -> None:
         held = list(holds)
-        for copy in copies:
-            self.copied.append(copy.nbytes)
-            stream.put(lambda copy=copy, held=held: ctypes.memmove(*copy))
+        for ends in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
+            self.copied.append(ends[2])
+            stream.put(lambda ends=ends, held=held: ctypes.memmove(*ends))
 
     def pinned(self, nbytes: int) -> Tensor:
         # Pinned for the device of the thread that asks.

@@ -60,7 +60,9 @@ def recomputation_errors(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[f
         store: Any = staged.store
         for sequence, split in enumerate(staged.splits):
             kept = torch.empty(split, store.row_width)
-            engine._offloader.link.start("in", store.moves(sequence, staged.away[sequence], split, kept, 0)).settle()
+            engine._offloader.link.start(
+                "in", store.moves(kept, [(sequence, staged.away[sequence], split, 0)])
+            ).settle()
             found = staged.rows[staged.starts[sequence] : staged.starts[sequence] + split]
             errors.append(((found - kept).abs().max() / kept.abs().max()).item() if split else 0.0)
 

@@ -31,7 +31,7 @@ def write(link: EmulatedLink, paged: PagedRows, rows: Tensor) -> None:
 
 def read(link: EmulatedLink, paged: PagedRows, first: int, count: int) -> Tensor:
     target = torch.empty(count, WIDTH)
-    link.start("in", paged.moves(first, count, target.data_ptr(), (target,))).wait()
+    link.start("in", paged.moves(first, target)).wait()
     return target
 
 
@@ -44,7 +44,7 @@ def test_a_freed_page_is_written_to_when_it_was_read() -> None:
         write(link, paged, each)
     targets = torch.empty(2, 7, WIDTH)
     for paged, target in zip((first, second), targets, strict=True):
-        transfer = link.start("in", paged.moves(0, 7, target.data_ptr(), (target,)))
+        transfer = link.start("in", paged.moves(0, target))
     second.truncate(0)
     sent = link.start("out", PagedRows(pool, WIDTH, torch.float32).append(torch.randn(7, WIDTH)))
     for each in (sent, transfer):
@@ -105,7 +105,7 @@ def test_a_prompt_moves_in_one_copy() -> None:
     pool = make_pool(40)
     paged = PagedRows(pool, WIDTH, torch.float32)
     paged.extend(100)
-    moves = paged.moves(3, 90, 1 << 20, ())
+    moves = paged.moves(3, torch.empty(90, WIDTH))
     assert len(moves) == 1 and moves[0].nbytes == 90 * WIDTH * 4
     assert len(moves[0].places) == 14
 
