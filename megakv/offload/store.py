@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -81,9 +81,8 @@ class TieredStore(RowFormat, KVStore):
         self._absent = [0] * batch
         self._outgoing: list[Move] = []
         self.residents = LayerResidents(engine.residents, layer, [None] * batch, part)
-        # Activations of the tokens that come next, and by sequence which of them are its.
-        self._activations: Tensor
-        self._offered: dict[int, slice] = {}
+        # By sequence, activations of the tokens that come next: which of a pass's or a group's ``[L, h]``.
+        self._offered: dict[int, tuple[Tensor, slice]] = {}
         # While the layer is at work: tokens of every sequence when it began, and what has come since, with the
         # sequences that equal parts of it belong to, and the index of each one's first row.
         self._before: list[int] | None = None
@@ -119,18 +118,17 @@ class TieredStore(RowFormat, KVStore):
         lengths, each = self.lengths(), rows.shape[0] // len(sequences)
         firsts = [lengths[sequence] for sequence in sequences]
         stored = rows if self.quantiser is None else self.quantiser.pack(rows)
-        offered = self._offered.get(sequences[0])
-        if offered is not None and offered.stop - offered.start != each:
-            # They did not come in one piece.
-            offered = None
-            del self._offered[sequences[0]]
         smaller = False
-        if offered is not None:
-            input_bytes = each * self._activations.shape[1] * self._activations.itemsize
-            stored_bytes = each * stored.shape[1] * stored.itemsize
-            # No larger activations can pay, on any machine.
-            self.keeps_inputs = self._config.keeps_inputs(input_bytes, stored_bytes)
-            smaller = input_bytes < stored_bytes
+        if sequences[0] in self._offered:
+            block, span = self._offered[sequences[0]]
+            if span.stop - span.start != each:
+                # They did not come in one piece.
+                del self._offered[sequences[0]]
+            else:
+                input_bytes, stored_bytes = (each * part.shape[1] * part.itemsize for part in (block, stored))
+                # No larger activations can pay, on any machine.
+                self.keeps_inputs = self._config.keeps_inputs(input_bytes, stored_bytes)
+                smaller = input_bytes < stored_bytes
         self.engine.expect(self)
         if smaller:
             # What is smaller is the better use of memory. Activations of all sequences are there already.
@@ -144,17 +142,17 @@ class TieredStore(RowFormat, KVStore):
             self.put_new(self._new[-1:])
 
     def _keep_inputs(self, firsts: dict[int, int]) -> None:
-        spans = {sequence: self._offered.pop(sequence) for sequence in firsts}
-        if not spans or not self.keeps_inputs:
-            return
+        offered = {sequence: self._offered.pop(sequence) for sequence in firsts}
         # Only an unbroken run from the first token on can be recomputed.
         unbroken = [
             sequence
             for sequence, first in firsts.items()
-            if ((inputs := self._inputs[sequence]) and inputs.length or 0) == first
+            if self.keeps_inputs and (0 if (inputs := self._inputs[sequence]) is None else inputs.length) == first
         ]
-        given = [spans[sequence] for sequence in unbroken]
-        self._outgoing += self._inputs.extend_each(unbroken, self._activations, given, [0] * len(self._inputs))
+        for _, same in groupby(unbroken, lambda sequence: id(offered[sequence][0])):
+            own = list(same)
+            spans = [offered[sequence][1] for sequence in own]
+            self._outgoing += self._inputs.extend_each(own, offered[own[0]][0], spans, [0] * len(self._inputs))
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
@@ -338,13 +336,12 @@ class TieredStore(RowFormat, KVStore):
         """Take the activations ``[L, h]`` of the tokens that are appended next: those at `kept`, or all."""
         if kept is None:
             # A copy: the model may go on to work on its own tensor in place.
-            self._activations = hidden_LE.clone(memory_format=torch.contiguous_format)
+            block = hidden_LE.clone(memory_format=torch.contiguous_format)
         else:
-            self._activations = hidden_LE[upload(kept, hidden_LE.device)].contiguous()
-        bounds = stored.bounds.tolist()
-        for sequence, (first, last) in enumerate(pairwise(bounds)):
+            block = hidden_LE[upload(kept, hidden_LE.device)].contiguous()
+        for sequence, (first, last) in enumerate(pairwise(stored.bounds.tolist())):
             if last > first:
-                self._offered[sequence] = slice(first, last)
+                self._offered[sequence] = block, slice(first, last)
 
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
@@ -423,7 +420,7 @@ class TieredStore(RowFormat, KVStore):
         """
         page, width = self.engine.pool.page_bytes, self.input_width
         row_bytes = self.row_bytes if heads is None else heads.alone * self.body_row_bytes
-        offered = self._activations.shape[1] if self._offered else 0
+        offered = max((block.shape[1] for block, _ in self._offered.values()), default=0)
         keeps = offered > 0 and self._config.keeps_inputs(offered * self.dtype.itemsize, row_bytes)
         if keeps:
             width = max(width, offered)

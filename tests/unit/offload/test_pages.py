@@ -30,7 +30,7 @@ def write(link: EmulatedLink, paged: PagedRows, rows: Tensor) -> None:
 
 
 def read(link: EmulatedLink, paged: PagedRows, first: int, count: int) -> Tensor:
-    target = torch.empty(count, WIDTH)
+    target = torch.empty(count, paged.width)
     link.start("in", paged.moves(first, target)).wait()
     return target
 

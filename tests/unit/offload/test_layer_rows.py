@@ -1,0 +1,80 @@
+"""Copies of a layer's rows, found together: what comes back is what went, over any history, as sequence by sequence."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from megakv.offload.layer_rows import LayerRows
+from megakv.offload.link import EmulatedLink
+from tests.unit.offload.test_pages import WIDTH, make_pool, read
+
+SEQUENCES = 5
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None:
+    generator = random.Random(seed)
+    torch.manual_seed(seed)
+    pool, link = make_pool(12, 300, tmp_path), EmulatedLink()
+    # Pages with room left over at their end cannot be joined.
+    width = generator.choice([WIDTH, 4])
+    layer = LayerRows(pool, 0, [None] * SEQUENCES)
+    expected = [torch.empty(0, width) for _ in range(SEQUENCES)]
+    gone = [0] * SEQUENCES
+    for _ in range(80):
+        match generator.choice(["add", "add", "step", "reorder", "truncate", "forget"]):
+            case "add" | "step" as action:
+                some = sorted(generator.sample(range(SEQUENCES), generator.randrange(1, SEQUENCES + 1)))
+                block = torch.randn(60, width)
+                counts = [1 if action == "step" else generator.randrange(0, 12) for _ in some]
+                firsts = [generator.randrange(0, 60 - count) for count in counts]
+                spans = [slice(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+                link.start("out", layer.extend_each(some, block, spans, gone))
+                for sequence, span in zip(some, spans, strict=True):
+                    expected[sequence] = torch.cat([expected[sequence], block[span]])
+            case "reorder":
+                index = [generator.randrange(SEQUENCES) for _ in range(SEQUENCES)]
+                layer = layer.fork(index)
+                expected, gone = [expected[source] for source in index], [gone[source] for source in index]
+            case "truncate":
+                sequence = generator.randrange(SEQUENCES)
+                length = generator.randrange(gone[sequence], len(expected[sequence]) + 1)
+                if (paged := layer[sequence]) is not None:
+                    paged.truncate(length)
+                expected[sequence] = expected[sequence][:length]
+            case "forget":
+                sequence = generator.randrange(SEQUENCES)
+                if (paged := layer[sequence]) is not None:
+                    gone[sequence] = generator.randrange(gone[sequence], len(expected[sequence]) + 1)
+                    paged.forget(gone[sequence])
+        # Any runs, several of one sequence too, to rows that do not touch each other.
+        runs, wanted, row = [], torch.zeros(200, width), 0
+        for sequence in generator.choices(range(SEQUENCES), k=generator.randrange(0, 7)):
+            first = generator.randrange(gone[sequence], len(expected[sequence]) + 1)
+            count = min(generator.randrange(0, 25), len(expected[sequence]) - first)
+            row += generator.randrange(0, 3)
+            runs.append((sequence, first, count, row))
+            wanted[row : row + count] = expected[sequence][first : first + count]
+            row += count
+            if (paged := layer[sequence]) is not None:
+                assert torch.equal(read(link, paged, first, count), expected[sequence][first : first + count])
+        found = torch.zeros(200, width)
+        if moves := layer.moves(found, runs):
+            link.start("in", moves).wait()
+        assert torch.equal(found, wanted)
+    del layer, paged
+    assert pool.used() == {"host": 0, "disk": 0}
+    link.close()
+
+
+def test_a_prompt_s_rows_move_in_one_copy_for_each_sequence() -> None:
+    pool = make_pool(60)
+    layer = LayerRows(pool, 0, [None] * 3)
+    block = torch.randn(90, WIDTH)
+    layer.extend_each(range(3), block, [slice(30 * each, 30 * each + 30) for each in range(3)], [0] * 3)
+    (move,) = layer.moves(block, [(each, 2, 20, 20 * each) for each in range(3)])
+    assert move.sizes.tolist() == [20 * WIDTH * 4] * 3 and move.in_memory
+    assert len(move.places) == 3 * len(layer[0].pages_of(2, 20)) == 3 * 4
+    assert layer.moves(block, []) == layer.moves(block, [(0, 5, 0, 0)]) == []
