@@ -15,7 +15,8 @@ from megakv.attention.compiled import Packing, RunTable
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.ragged_body import Body, BodyIndex, RaggedBody, streamed
 from megakv.offload.link import OUTGOING, Link, Move, Transfer
-from megakv.offload.pages import PagedRows, PagePool
+from megakv.offload.paged_rows import PagedRows
+from megakv.offload.pages import PagePool
 from megakv.offload.row_format import GroupQuantiser
 from megakv.tensor_files import StreamedTensor
 

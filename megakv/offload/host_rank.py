@@ -26,7 +26,7 @@ from megakv.attention.visibility import sees_all
 from megakv.device import Clock, HostClock, upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.library import TYPES
-from megakv.offload.pages import Runs
+from megakv.offload.paged_rows import Runs
 from megakv.offload.row_format import RowFormat
 
 UNPACKED_ROWS = 1024

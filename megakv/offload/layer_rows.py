@@ -11,7 +11,8 @@ from torch import Tensor
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import DiskTier
 from megakv.offload.link import Move
-from megakv.offload.pages import Page, PagedRows, PagePool, Stretch
+from megakv.offload.paged_rows import PagedRows, Stretch
+from megakv.offload.pages import Page, PagePool
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,22 @@
-"""The pages that host memory and the disk are cut into, and the rows of one sequence and layer, spread over some.
+"""The pages that host memory and the disk are cut into.
 
 Pages are of one size, so they leave no gaps that cannot be used again. Those taken one after the other lie one behind
-the other, so that a prompt's rows move in few large copies.
+the other.
 """
 
 from __future__ import annotations
 
 import gc
 import heapq
-import sys
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
 from megakv.errors import MegaKVError
-from megakv.offload.disk import DiskTier, FileRows
+from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier, in_units
-from megakv.offload.link import Move, Place
+from megakv.offload.link import Place
 
 Tier = HostTier | DiskTier
-Runs = list[tuple[int, Tensor]]
-"""Rows where they lie on the host: runs ``[n, W]`` in ascending order, each with the index of its first row."""
 
 
 @dataclass(kw_only=True)
@@ -68,16 +61,6 @@ class _TierPages:
             return None
         self.held[layer] += 1
         return page
-
-
-@dataclass
-class Stretch:
-    """Pages of rows that lie one behind the other in a tier, from a row and a byte of it on."""
-
-    first: int
-    tier: Tier
-    offset: int
-    pages: list[Page]
 
 
 class PagePool:
@@ -171,188 +154,3 @@ def page_bytes(count: int, row_bytes: int, size: int) -> int:
             f"megakv.offload.page_kib = {size >> 10} is too small: a token's row in one layer has {in_units(row_bytes)}"
         )
     return size * -(-count // (size // row_bytes))
-
-
-class PagedRows:
-    """A growing number of rows of one width, of a layer; forks share pages until either grows.
-
-    `length` counts all rows, the first `gone` ones that are not held any more included; `per_page` go into a page.
-    `joined` are the pages, and `version` is another one when there are others.
-    """
-
-    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, gone: int = 0):
-        self.width = width
-        self.length = self.gone = gone
-        self.version = object()
-        self._layer, self._pool = layer, pool
-        self.dtype = dtype
-        self._row_bytes = width * dtype.itemsize
-        # Rows without elements need none.
-        self.per_page = pool.page_bytes // self._row_bytes if width else sys.maxsize
-        page_bytes(0, self._row_bytes, pool.page_bytes)
-        self._pages: list[Page] = []
-        # Pages before those, of which no row is held.
-        self._given = gone // self.per_page
-        # Leading pages that are known to lie in memory, those included.
-        self._leading = self._given
-        self.joined: list[Stretch] = []
-
-    def __del__(self) -> None:
-        for page in getattr(self, "_pages", ()):
-            self._pool.give(page)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pages, room in the last one included."""
-        return len(self._pages) * self._pool.page_bytes
-
-    def _rows(self, page: Page, offset: int, count: int) -> Tensor | FileRows:
-        return page.tier.rows(offset, count, self.width, self.dtype)
-
-    def extend(self, count: int) -> int:
-        """Make room for rows behind the present ones, which stay as they were where the budgets are used up.
-
-        Returns the first one's index.
-        """
-        if self._pages and self._pages[-1].users == 1:
-            # Each step of decoding adds a row to every sequence in every layer: in little time.
-            end = self.length + count
-            if end <= (self._given + len(self._pages)) * self.per_page:
-                self.length = end
-                return end - count
-        first, needed = self.length, -(-(self.length + count) // self.per_page) - self._given if self.width else 0
-        taken: list[Page] = []
-        try:
-            inner = first % self.per_page
-            if count and inner and self._pages and self._pages[-1].users > 1:
-                self._replace_last(inner)
-            while len(self._pages) + len(taken) < needed:
-                taken.append(self._pool.take(self._layer))
-        except MegaKVError:
-            for page in taken:
-                self._pool.give(page)
-            raise
-        self._pages += taken
-        self._join(taken)
-        self.length += count
-        return first
-
-    def _join(self, pages: Sequence[Page]) -> None:
-        """The last ones follow those that are joined."""
-        self.version = object()
-        size, joined = self._pool.page_bytes, self.joined
-        # Nothing is left over at the end of a page.
-        dense = self._row_bytes * self.per_page == size
-        for index, page in enumerate(pages, start=self._given + len(self._pages) - len(pages)):
-            last = joined[-1] if joined else None
-            if last and dense and last.tier is page.tier and last.offset + len(last.pages) * size == page.offset:
-                last.pages.append(page)
-            else:
-                joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page]))
-
-    def _join_anew(self) -> None:
-        self.joined = []
-        self._join(self._pages)
-
-    def _replace_last(self, rows: int) -> None:
-        """A page of one's own in the place of a shared last page that is partly filled."""
-        shared, own = self._pages[-1], self._pool.take(self._layer)
-        # The host itself writes at once, whatever the link has queued.
-        for transfer in (*shared.busy, *own.busy):
-            transfer.settle()
-        buffer = torch.empty(rows, self.width, dtype=self.dtype)
-        Move.of(self._rows(shared, shared.offset, rows), buffer).run("in")
-        Move.of(self._rows(own, own.offset, rows), buffer).run("out")
-        self._pages[-1] = own
-        self._join_anew()
-        self._leading = min(self._leading, self._given + len(self._pages) - 1)
-        self._pool.give(shared)
-
-    def append(self, rows: Tensor) -> list[Move]:
-        """Copies of rows ``[n, W]`` to their place behind the present ones."""
-        return self.moves(self.extend(len(rows)), rows.contiguous())
-
-    def moves(self, first: int, device: Tensor) -> list[Move]:
-        """Copies between rows from `first` on and device memory ``[n, W]``, as few as pages allow."""
-        return [
-            Move.of(self._rows(pages[0], offset, last - start), device[start - first : last - first], pages)
-            for pages, offset, start, last in self._runs(first, first + len(device))
-        ]
-
-    def pages_of(self, first: int, count: int) -> list[Page]:
-        """Those that so many rows from one on lie in."""
-        low, last = first // self.per_page - self._given, (first + count - 1) // self.per_page - self._given
-        return self._pages[low : last + 1]
-
-    def _runs(self, first: int, last: int) -> Iterator[tuple[list[Page], int, int, int]]:
-        """Rows that lie one behind the other: their pages, the byte that they begin at, the first one, and the end."""
-        joined, size = self.joined, self.per_page
-        if first >= last or not self._row_bytes:
-            return
-        for index in range(bisect_right(joined, first, key=lambda stretch: stretch.first) - 1, len(joined)):
-            stretch = joined[index]
-            start, inside = max(first, stretch.first), stretch.first + len(stretch.pages) * size
-            if start >= last:
-                return
-            end, before = min(last, inside), start - stretch.first
-            pages = stretch.pages[before // size : -(-(end - stretch.first) // size)]
-            yield pages, stretch.offset + before * self._row_bytes, start, end
-
-    def in_memory(self) -> int:
-        """Leading rows that lie in memory, or are on the way there."""
-        pages, given = self._pages, self._given
-        while self._leading < given + len(pages) and isinstance(pages[self._leading - given].tier, HostTier):
-            self._leading += 1
-        return self.length if self._leading == given + len(pages) else self._leading * self.per_page
-
-    def runs_in_memory(self, last: int, first: int = 0) -> Runs:
-        """Rows from `first` up to `last`; waits for those that are on the way there."""
-        runs = list(self._runs(first, last))
-        for page in (page for pages, *_ in runs for page in pages):
-            if page.written is not None:
-                page.written.settle()
-        found = []
-        for pages, offset, start, end in runs:
-            rows = self._rows(pages[0], offset, end - start)
-            if not isinstance(rows, Tensor):
-                # A shared page that was in memory may have been copied to disk since these rows were counted.
-                copied = torch.empty(end - start, self.width, dtype=self.dtype)
-                rows.read_into(copied)
-                rows = copied
-            found.append((start, rows))
-        return found
-
-    def truncate(self, length: int) -> None:
-        """Keep the first rows only."""
-        self.length = min(self.length, length)
-        self.gone = min(self.gone, self.length)
-        kept = -(-self.length // self.per_page)
-        given = self._given
-        self._given = min(given, kept)
-        self._leading = min(self._leading, kept)
-        self._give(slice(max(0, kept - given), None))
-
-    def forget(self, rows: int) -> None:
-        """The first rows are not needed any more: whole pages of them are given back."""
-        self.gone = max(self.gone, min(rows, self.length))
-        before, self._given = self._given, self.gone // self.per_page
-        self._leading = max(self._leading, self._given)
-        self._give(slice(self._given - before))
-
-    def _give(self, pages: slice) -> None:
-        given = self._pages[pages]
-        for page in given:
-            self._pool.give(page)
-        del self._pages[pages]
-        if given:
-            self._join_anew()
-
-    def fork(self) -> PagedRows:
-        """The same rows; what is appended to one is not seen by the other."""
-        twin = PagedRows(self._pool, self.width, self.dtype, layer=self._layer, gone=self.gone)
-        twin.length = self.length
-        twin._pages, twin._given, twin._leading = list(self._pages), self._given, self._leading
-        twin._join_anew()
-        for page in twin._pages:
-            page.users += 1
-        return twin

@@ -20,7 +20,7 @@ from megakv.injection.recomputation import Recomputation
 from megakv.offload.host_memory import host_memory
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Transfer
-from megakv.offload.pages import Runs
+from megakv.offload.paged_rows import Runs
 from megakv.offload.record import StepRecord
 from megakv.offload.row_format import RowFormat
 

@@ -21,7 +21,8 @@ from megakv.fairkv.shares import HeadShares
 from megakv.offload.config import OffloadConfig
 from megakv.offload.layer_rows import LayerRows
 from megakv.offload.link import Link, Move, Transfer
-from megakv.offload.pages import PagePool, Runs, page_bytes
+from megakv.offload.paged_rows import Runs
+from megakv.offload.pages import PagePool, page_bytes
 from megakv.offload.residents import LayerResidents, ResidentBudget
 from megakv.offload.row_format import RowFormat
 from megakv.offload.staging import StagedLayer

@@ -12,7 +12,8 @@ from megakv.offload import host_memory
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier, available_memory, check_host_budget
 from megakv.offload.link import EmulatedLink
-from megakv.offload.pages import PagedRows, PagePool
+from megakv.offload.paged_rows import PagedRows
+from megakv.offload.pages import PagePool
 
 WIDTH = 5
 PAGE = 7 * WIDTH * 4
