@@ -6,7 +6,7 @@ Two marks, invisible where Markdown is rendered, say what is computed:
 - ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
   benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
   The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, and ``median``, ``max`` and
-  ``min`` end it. With ``%`` behind the number it is 100 times the file's, with ``MiB``, ``ms``, ``GB/s`` or
+  ``min`` end it; keys may have dots themselves. With ``%`` behind the number it is 100 times the file's, with ``MiB``, ``ms``, ``GB/s`` or
   ``TFLOP/s`` in that unit.
 """
 
@@ -253,7 +253,9 @@ def figure(file: str, path: str) -> float:
         If the path leads to no number.
     """
     found: Any = json.loads((ROOT / file if "/" in file else ROOT / "benchmarks" / "results" / file).read_text())
-    for step in path.split("."):
+    steps = path.split(".")
+    while steps:
+        step = steps.pop(0)
         if isinstance(found, list):
             key, picks, value = step.partition("=")
             if picks:
@@ -261,6 +263,8 @@ def figure(file: str, path: str) -> float:
             else:
                 found = ENDS[step](found) if step in ENDS else found[int(step)]
         else:
+            while step not in found and steps:
+                step += f".{steps.pop(0)}"
             found = found[step]
     if isinstance(found, bool) or not isinstance(found, int | float):
         raise ValueError(f"{file} {path} is {found!r}, no number")

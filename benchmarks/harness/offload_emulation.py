@@ -67,7 +67,7 @@ class EmulatedOffloadedCache(DynamicCache):
 
     def _move(self, way: Literal["in", "out"], index: int, pair: tuple[Tensor, Tensor]) -> Transfer:
         rows = [[each.view(-1, each.shape[-1]) for each in tensors] for tensors in (self._host[index], pair)]
-        return self._link.start(way, [Move(host, device) for host, device in zip(*rows, strict=True)])
+        return self._link.start(way, [Move.of(host, device) for host, device in zip(*rows, strict=True)])
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         if layer_idx < len(self.layers) and self.layers[layer_idx].is_sliding:
