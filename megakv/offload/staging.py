@@ -24,7 +24,7 @@ from megakv.offload.paged_rows import Runs
 from megakv.offload.record import StepRecord
 from megakv.offload.row_format import RowFormat
 
-UNPACKED_ELEMENTS = 1 << 25
+UNPACKED_ELEMENTS = 1 << 24
 """That many are unpacked in one call, or one sequence: each takes memory while it lasts."""
 
 
