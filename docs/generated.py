@@ -6,8 +6,8 @@ Two marks, invisible where Markdown is rendered, say what is computed:
 - ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
   benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
   The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, and ``median``, ``max`` and
-  ``min`` end it; keys may have dots themselves. With ``%`` behind the number it is 100 times the file's, with ``MiB``, ``ms``, ``GB/s`` or
-  ``TFLOP/s`` in that unit.
+  ``min`` end it; keys may have dots themselves. With ``%`` behind the number it is 100 times the file's, with ``MiB``,
+  ``ms``, ``GB/s`` or ``TFLOP/s`` in that unit.
 """
 
 from __future__ import annotations

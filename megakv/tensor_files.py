@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,19 @@ class StreamedTensor:
     @classmethod
     def joined(cls, runs: Sequence[Tensor]) -> StreamedTensor:
         """One ``[K, n, D]`` whose rows lie in several such."""
-        heads, _, width = runs[0].shape
-        shape = heads, sum(run.shape[1] for run in runs), width
-        return cls(shape, runs[0].dtype, lambda: (run[head] for head in range(heads) for run in runs))
+        stacked = cls.stacked([runs])
+        return replace(stacked, shape=stacked.shape[1:])
+
+    @classmethod
+    def stacked(cls, blocks: Sequence[Sequence[Tensor]]) -> StreamedTensor:
+        """One ``[N, K, n, D]`` of blocks ``[K, n, D]`` whose rows lie in several such."""
+        heads, _, width = blocks[0][0].shape
+        shape = len(blocks), heads, sum(run.shape[1] for run in blocks[0]), width
+
+        def pieces() -> Iterator[Tensor]:
+            return (run[head] for runs in blocks for head in range(heads) for run in runs)
+
+        return cls(shape, blocks[0][0].dtype, pieces)
 
     @property
     def nbytes(self) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megakv.cache.store import Pair, cut
 from megakv.distributed.layouts import balanced
@@ -17,7 +18,10 @@ from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.errors import MegaKVError
 from megakv.tensor_files import DTYPES, StreamedTensor, read_tensors, tensor_kinds, write_in_place
 
-COORDINATES = ("span", "owners", "positions")
+COORDINATES = ("span", "owners", "positions", "kinds")
+"""Of a file, beside keys and values. Those lie in one block for each kind: tensors by the hundred take long to open."""
+
+MOST_LAYERS = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,12 +110,18 @@ class CacheSpan:
 
     def save(self, path: Path) -> None:
         """Write this rank's file, whole or not at all; a MegaKVError where the disk does not take it."""
+        blocks: dict[tuple[int, int, torch.dtype], list[tuple[Tensor, ...]]] = {}
+        kinds = []
+        for each in (each for runs in self.layers for each in zip(*runs, strict=True)):
+            heads, _, width = each[0].shape
+            blocks.setdefault(kind := (heads, width, each[0].dtype), []).append(each)
+            kinds.append(list(blocks).index(kind))
         header = np.array([self.first, self.rank, self.size, len(self.layers)])
-        coordinates = (torch.from_numpy(each) for each in (header, self.owners, self.positions))
-        tensors = {name: StreamedTensor.of(each) for name, each in zip(COORDINATES, coordinates, strict=True)}
-        for layer, runs in enumerate(self.layers):
-            for name, each in zip("kv", zip(*runs, strict=True), strict=False):
-                tensors[f"{layer}.{name}"] = StreamedTensor.joined(each)
+        coordinates = header, self.owners, self.positions, np.array(kinds, dtype=np.int64)
+        tensors = {
+            name: StreamedTensor.of(torch.from_numpy(each)) for name, each in zip(COORDINATES, coordinates, strict=True)
+        }
+        tensors |= {str(number): StreamedTensor.stacked(own) for number, own in enumerate(blocks.values())}
         try:
             write_in_place(path, tensors)
         except OSError as error:
@@ -141,6 +151,8 @@ class _SavedSpan:
     rank: int
     size: int
     layers: int
+    kinds: tuple[int, ...]
+    """The block of each layer's keys, and of its values, in turns; none of a rank without tokens."""
 
     @cached_property
     def count(self) -> int:
@@ -149,37 +161,50 @@ class _SavedSpan:
 
     @classmethod
     def read(cls, path: Path, rank: int, size: int) -> _SavedSpan:
-        kinds = tensor_kinds(path)
-        if any(kinds.get(name) != DTYPES[torch.int64] for name in COORDINATES):
+        types = tensor_kinds(path)
+        if any(types.get(name) != DTYPES[torch.int64] for name in COORDINATES):
             raise MegaKVError(f"{path} holds no span of a cache")
-        header, owners, positions = (tensor.numpy() for tensor in read_tensors(path, [*COORDINATES]).values())
-        fits = header.shape == (4,) and owners.ndim == 1 and owners.shape == positions.shape
-        if not fits or header[0] < 0 or (header[1], header[2]) != (rank, size) or not 0 <= header[3] <= len(kinds):
+        header, owners, positions, kinds = (each.numpy() for each in read_tensors(path, [*COORDINATES]).values())
+        fits = header.shape == (4,) and owners.ndim == kinds.ndim == 1 and owners.shape == positions.shape
+        if not fits or header[0] < 0 or (header[1], header[2]) != (rank, size) or not 0 <= header[3] <= MOST_LAYERS:
             raise MegaKVError(f"{path} is broken, or not of rank {rank} of {size}")
         if len(owners) and (owners.min() < -1 or owners.max() >= size or positions.min() < 0):
             raise MegaKVError(f"{path} is broken: its slots are of ranks {owners.min()} to {owners.max()} of {size}")
-        layers = int(header[3])
-        found = cls(path, int(header[0]), owners.copy(), positions.copy(), rank, size, layers)
-        names = {f"{layer}.{name}" for layer in range(layers) for name in "kv"} if found.count else set()
-        if set(kinds) != names | {*COORDINATES} or len({kinds[name] for name in names}) > 1:
-            raise MegaKVError(f"{path} is broken: it has {len(kinds)} tensors for {layers} layers")
+        layers, blocks = int(header[3]), {str(number) for number in set(kinds.tolist())}
+        found = cls(path, int(header[0]), owners.copy(), positions.copy(), rank, size, layers, tuple(kinds.tolist()))
+        numbered = blocks == {str(number) for number in range(len(blocks))}
+        whole = numbered and set(types) == blocks | {*COORDINATES} and len({types[name] for name in blocks}) <= 1
+        if not whole or len(kinds) != (2 * layers if found.count else 0):
+            raise MegaKVError(
+                f"{path} is broken: it has {len(types)} tensors, and {len(kinds)} kinds, of {layers} layers"
+            )
         return found
 
     @cached_property
-    def pairs(self) -> list[Pair]:
-        """Every layer's keys and values, mapped from the file."""
-        tensors = read_tensors(self.path, [f"{layer}.{name}" for layer in range(self.layers) for name in "kv"])
-        found = list(zip(*[iter(tensors.values())] * 2, strict=True))
-        for layer, pair in enumerate(found):
-            shapes = [list(tensor.shape) for tensor in pair]
-            if any(len(shape) != 3 or shape[1] != self.count for shape in shapes) or shapes[0][0] != shapes[1][0]:
-                raise MegaKVError(f"{self.path} is broken: layer {layer} has keys and values of {shapes}")
+    def blocks(self) -> list[Tensor]:
+        """Keys and values ``[N, K, m, D]``, mapped from the file."""
+        found = list(read_tensors(self.path, [str(number) for number in range(len(set(self.kinds)))]).values())
+        shapes = [list(block.shape) for block in found]
+        for number, shape in enumerate(shapes):
+            if len(shape) != 4 or shape[0] != self.kinds.count(number) or shape[2] != self.count:
+                raise MegaKVError(f"{self.path} is broken: keys and values have the shapes {shapes}")
+        if any(
+            shapes[keys][1] != shapes[values][1] for keys, values in zip(self.kinds[::2], self.kinds[1::2], strict=True)
+        ):
+            raise MegaKVError(f"{self.path} is broken: layers have keys and values of {shapes}")
         return found
+
+    def pairs(self, blocks: Sequence[Tensor]) -> tuple[tuple[Pair, ...], ...]:
+        """By layer, keys and values in such blocks."""
+        each = [iter(block.unbind()) for block in blocks]
+        tensors = [next(each[kind]) for kind in self.kinds]
+        return tuple(((keys, values),) for keys, values in zip(tensors[::2], tensors[1::2], strict=True))
 
     def whole(self, device: torch.device) -> CacheSpan:
         """All of it, in memory of its own."""
-        layers = [(_joined([pair], device),) for pair in self.pairs] if self.count else [()] * self.layers
-        return CacheSpan(self.first, self.owners, self.positions, self.rank, self.size, tuple(layers))
+        copies = [torch.empty_like(block, device=device).copy_(block) for block in self.blocks]
+        layers = self.pairs(copies) if self.count else ((),) * self.layers
+        return CacheSpan(self.first, self.owners, self.positions, self.rank, self.size, layers)
 
 
 def _layout(owners: IntArray, positions: IntArray, first: int, size: int) -> Layout:
@@ -215,20 +240,21 @@ def _spread(saved: Sequence[_SavedSpan], rank: int, size: int, device: torch.dev
     layout = balanced(everything, size)
     slots = layout.stored[rank].slot
     moves = [(each, run) for each, block in zip(saved, held, strict=True) for run in _runs(block.slot, slots)]
-    layers: list[tuple[Pair, ...]] = []
-    for layer in range(first.layers):
-        pairs = [each.pairs[layer] for each, _ in moves]
-        kinds = {(*(tensor.shape[::2] for tensor in pair), pair[0].dtype) for pair in pairs}
-        if len(kinds) > 1:
-            raise MegaKVError(f"{first.path} and the other ranks' files differ in the kind of layer {layer}")
-        found = []
-        for kind in range(2) if moves else ():
-            like = pairs[0][kind]
-            found.append(torch.empty((like.shape[0], len(slots), like.shape[2]), dtype=like.dtype, device=device))
-            for pair, (_, (start, to, count)) in zip(pairs, moves, strict=True):
-                found[kind][:, to : to + count] = pair[kind][:, start : start + count]
-        layers.append(((found[0], found[1]),) if found else ())
-    return CacheSpan.of(layout, first.first, first.first + len(first.owners), rank, layers)
+    if not moves:
+        return CacheSpan.of(layout, first.first, first.first + len(first.owners), rank, [()] * first.layers)
+    alike = {
+        (each.kinds, *((*block.shape[::3], block.shape[1], block.dtype) for block in each.blocks)) for each, _ in moves
+    }
+    if len(alike) > 1:
+        raise MegaKVError(f"{first.path} and the other ranks' files differ in the kinds of their layers")
+    like = moves[0][0]
+    found = []
+    for number, block in enumerate(like.blocks):
+        count, heads, _, width = block.shape
+        found.append(torch.empty((count, heads, len(slots), width), dtype=block.dtype, device=device))
+        for each, (start, to, rows) in moves:
+            found[number][:, :, to : to + rows] = each.blocks[number][:, :, start : start + rows]
+    return CacheSpan.of(layout, first.first, first.first + len(first.owners), rank, like.pairs(found))
 
 
 def _runs(held: IntArray, wanted: IntArray) -> list[tuple[int, int, int]]:

@@ -31,7 +31,7 @@ from megakv.tensor_files import sync_folder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 KEY = re.compile(r"[0-9a-f]{24}")
 NAME = re.compile(r"([0-9a-f]{24})(\.\d+-\d+\.safetensors|\.json)(\.new)?")
 MOST_RANKS = 1 << 16
