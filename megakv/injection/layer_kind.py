@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megakv.attention.layer import ACTIVATIONS
+from megakv.injection.known_code import bare, code_of, forwards_of, parsed
 from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linears import FewRowsForward
 from megakv.injection.recomputation import Recomputation
@@ -37,47 +35,10 @@ HEAD_NORMS = ("q_norm", "k_norm")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 ACTIVATION = "act_fn"
 ACTIVATION_TYPES = ("SiLU", "SiLUActivation", "GELUActivation", "GELUTanh")
+OWN_HOOKS = LastLayerRows, Recomputation
+"""Those that leave out rows of prompts do nothing where all rows are wanted, and inputs are shown by whoever calls."""
 ROTARY, TURNED = "apply_rotary_pos_emb", "rotate_half"
-OWN_FILES, TORCH_FILES = Path(transformers.__file__).parent, Path(torch.__file__).parent
-
-
-class _Bare(ast.NodeTransformer):
-    """Code without what does not run: annotations, decorators, names and documentation of functions."""
-
-    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        node.name, node.decorator_list, node.returns = "", [], None
-        if ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-        return self.generic_visit(node)
-
-    def visit_arg(self, node: ast.arg) -> ast.AST:
-        node.annotation = None
-        return node
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
-        return node if node.value is None else ast.Assign([node.target], node.value)
-
-
-def _bare(node: ast.AST) -> str:
-    return ast.dump(_Bare().visit(node))
-
-
-@functools.lru_cache(maxsize=256)
-def _code(function: Any) -> str:
-    """What a function does, whatever it is called; empty if nobody knows, or somebody has put another around it."""
-    while hasattr(function, "__wrapped__"):
-        # transformers' own, for training and for outputs, call what is inside.
-        if not Path(function.__code__.co_filename).is_relative_to(OWN_FILES):
-            return ""
-        function = function.__wrapped__
-    if getattr(function, "__closure__", None):
-        return ""
-    try:
-        (node,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
-    except Exception:
-        # Not a function of a file, or one that cannot be read by itself.
-        return ""
-    return _bare(node)
+TORCH_FILES = Path(torch.__file__).parent
 
 
 def _codes(layer: Any) -> tuple[str, ...]:
@@ -87,7 +48,7 @@ def _codes(layer: Any) -> tuple[str, ...]:
     turned = getattr(rotary, "__globals__", {}).get(TURNED)
     modules = [layer, *(getattr(layer, name) for name in LAYER)]
     modules += [getattr(layer.self_attn, name) for name in HEAD_NORMS if hasattr(layer.self_attn, name)]
-    return tuple(_code(function) for function in (*(type(module).forward for module in modules), rotary, turned))
+    return tuple(code_of(function) for function in (*(type(module).forward for module in modules), rotary, turned))
 
 
 @functools.cache
@@ -99,32 +60,18 @@ def _known() -> frozenset[tuple[str, ...]]:
 @functools.cache
 def _known_decoders() -> frozenset[str]:
     """The codes of what calls one layer behind the other, with the same inputs but for what one gives the next."""
-    return frozenset(_bare(node) for kind in KINDS for node in _methods(_parsed(kind), [f"{kind}{DECODER}"]) if node)
-
-
-def _parsed(kind: str) -> list[ast.stmt]:
-    """The file of one model type; nothing where there is none."""
-    name = kind.lower()
-    file = OWN_FILES / "models" / name / f"modeling_{name}.py"
-    return ast.parse(file.read_text(encoding="utf-8")).body if file.exists() else []
-
-
-def _methods(top: list[ast.stmt], names: list[str]) -> list[ast.stmt | None]:
-    """The forward of each of some classes of a file."""
-    classes = {node.name: node for node in top if isinstance(node, ast.ClassDef)}
-    bodies = (classes[name].body if name in classes else [] for name in names)
-    return [next((node for node in body if getattr(node, "name", "") == "forward"), None) for body in bodies]
+    return frozenset(bare(node) for kind in KINDS for node in forwards_of(parsed(kind), [f"{kind}{DECODER}"]) if node)
 
 
 def _in_file(kind: str) -> tuple[str, ...]:
     """Those of one model type; none where its file is another than is known here."""
-    top = _parsed(kind)
+    top = parsed(kind)
     functions = {node.name: node for node in top if isinstance(node, ast.FunctionDef)}
-    methods = _methods(top, [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)])
+    methods = forwards_of(top, [f"{kind}{part}" for part in ("DecoderLayer", *CLASSES)])
     if methods[2] is not None and HEAD_NORMS[0] in ast.dump(methods[2]):
-        methods += _methods(top, [f"{kind}RMSNorm"] * len(HEAD_NORMS))
+        methods += forwards_of(top, [f"{kind}RMSNorm"] * len(HEAD_NORMS))
     nodes = [*methods, functions.get(ROTARY), functions.get(TURNED)]
-    return tuple(_bare(node) for node in nodes if node is not None) if all(nodes) else ()
+    return tuple(bare(node) for node in nodes if node is not None) if all(nodes) else ()
 
 
 def activation(function: Any) -> int | None:
@@ -209,6 +156,32 @@ def shown_to(attention: nn.Module) -> list[Recomputation]:
     return [owner for owner in owners if isinstance(owner, Recomputation)]
 
 
+def traits(layer: Any) -> list[Any]:
+    """All that `is_known` goes by, and where weights lie, read in little time: where it is the same, so is all else."""
+    found: list[Any] = [nn.Linear.forward, _global_hooks()]
+    for module in modules_of(layer):
+        kind, own = type(module), vars(module)
+        found += (module, kind, kind.forward, kind.__call__, own.get("variance_epsilon"), *module._modules)
+        # The layer's own is what stands in its place.
+        found.append(None if module is layer else own.get("forward"))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            found += [
+                number for number, hook in hooks.items() if not isinstance(getattr(hook, "__self__", 0), OWN_HOOKS)
+            ]
+        for name, weight in module._parameters.items():
+            if weight is not None and type(weight) in (Tensor, nn.Parameter) and weight.layout == torch.strided:
+                found += (name, type(weight), weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+            else:
+                found += (name, id(weight))
+    if (attention := layer._modules.get("self_attn")) is not None:
+        rotary = getattr(type(attention).forward, "__globals__", {}).get(ROTARY)
+        found += (rotary, getattr(rotary, "__globals__", {}).get(TURNED))
+        found += (vars(attention).get("head_dim"), vars(attention).get("scaling"))
+    if (function := getattr(layer._modules.get("mlp"), ACTIVATION, None)) is not None:
+        found.append(activation(function))
+    return found
+
+
 def is_known(layer: Any) -> bool:
     """Whether a decoder layer is of the kind, in a type and of shapes that the compiled calls know, as it is now."""
     children = layer._modules
@@ -236,7 +209,7 @@ def is_known(layer: Any) -> bool:
 
 def calls_in_turn(decoder: Any, layers: list[Any]) -> bool:
     """Whether a decoder does nothing between its layers, which are these, and nobody listens to what they give."""
-    if _code(type(decoder).forward) not in _known_decoders() or "forward" in vars(decoder):
+    if code_of(type(decoder).forward) not in _known_decoders() or "forward" in vars(decoder):
         return False
     config = decoder.config
     return (
@@ -255,9 +228,7 @@ def _altered(module: nn.Module) -> bool:
     own = vars(module).get("forward")
     replaced = own is not None and not isinstance(own, FewRowsForward)
     hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    # Those that leave out rows of prompts do nothing where all rows are wanted, and inputs are shown by whoever calls.
-    known = LastLayerRows, Recomputation
-    heard = any(not isinstance(getattr(hook, "__self__", None), known) for hook in hooks)
+    heard = any(not isinstance(getattr(hook, "__self__", None), OWN_HOOKS) for hook in hooks)
     return replaced or heard or type(module).__call__ is not nn.Module.__call__
 
 

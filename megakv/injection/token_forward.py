@@ -26,8 +26,8 @@ from megakv.injection.layer_kind import (
     PROJECTIONS,
     activation,
     is_known,
-    modules_of,
     shown_to,
+    traits,
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, autocast
@@ -95,16 +95,10 @@ class TokenLayer:
     def look(self) -> None:
         """See whether the layer is of the kind, and whether its weights are where they were."""
         self.following, self._calls = [self], {}
-        if not is_known(self.layer):
-            self._attention, self._plans = None, {}
-            return
-        modules, attention = modules_of(self.layer), self.layer.self_attn
-        parameters = [own for module in modules for own in module._parameters.values() if own is not None]
-        norms = (vars(module).get("variance_epsilon") for module in modules)
-        settings = [*norms, attention.head_dim, attention.scaling, self.layer.mlp.act_fn]
-        seen = [parameter.data_ptr() for parameter in parameters], settings, self._runtime.comm.channels
-        if self._attention is not attention or seen != self._seen:
-            self._attention, self._seen, self._plans = attention, seen, {}
+        seen = traits(self.layer), self._runtime.comm.channels
+        if seen != self._seen:
+            self._seen, self._plans = seen, {}
+            self._attention = self.layer.self_attn if is_known(self.layer) else None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
