@@ -148,5 +148,8 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except FileNotFoundError as error:
         raise MegaKVError(f"{path} is missing") from error
-    except (SafetensorError, OSError) as error:
+    except MegaKVError:
+        raise
+    # The latter of shapes that no tensor can have.
+    except (SafetensorError, OSError, RuntimeError, TypeError, OverflowError) as error:
         raise MegaKVError(f"{path} is truncated or broken: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,8 @@ from megakv.tensor_files import DTYPES, StreamedTensor, read_tensors, tensor_kin
 COORDINATES = ("span", "owners", "positions", "kinds")
 """Of a file, beside keys and values. Those lie in one block for each kind: tensors by the hundred take long to open."""
 
-MOST_LAYERS = 1 << 16
+MOST_LAYERS = 1 << 12
+FLOATS = {name for dtype, name in DTYPES.items() if dtype.is_floating_point}
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +31,7 @@ class CacheSpan:
     """Slots from `first` on of one sequence: whose they are, and this rank's keys and values of them.
 
     It shares its memory with the cache that it was taken from, and with those that it is appended to; none of them
-    writes there again.
+    writes there again. What was read from a file is one block for all layers of a kind, there until none needs it.
     """
 
     first: int
@@ -111,11 +113,12 @@ class CacheSpan:
     def save(self, path: Path) -> None:
         """Write this rank's file, whole or not at all; a MegaKVError where the disk does not take it."""
         blocks: dict[tuple[int, int, torch.dtype], list[tuple[Tensor, ...]]] = {}
+        numbers: dict[tuple[int, int, torch.dtype], int] = {}
         kinds = []
         for each in (each for runs in self.layers for each in zip(*runs, strict=True)):
             heads, _, width = each[0].shape
             blocks.setdefault(kind := (heads, width, each[0].dtype), []).append(each)
-            kinds.append(list(blocks).index(kind))
+            kinds.append(numbers.setdefault(kind, len(numbers)))
         header = np.array([self.first, self.rank, self.size, len(self.layers)])
         coordinates = header, self.owners, self.positions, np.array(kinds, dtype=np.int64)
         tensors = {
@@ -173,8 +176,9 @@ class _SavedSpan:
         layers, blocks = int(header[3]), {str(number) for number in set(kinds.tolist())}
         found = cls(path, int(header[0]), owners.copy(), positions.copy(), rank, size, layers, tuple(kinds.tolist()))
         numbered = blocks == {str(number) for number in range(len(blocks))}
-        whole = numbered and set(types) == blocks | {*COORDINATES} and len({types[name] for name in blocks}) <= 1
-        if not whole or len(kinds) != (2 * layers if found.count else 0):
+        whole = numbered and set(types) == blocks | {*COORDINATES}
+        kind = {types[name] for name in blocks} if whole else set()
+        if not whole or len(kind) > 1 or not kind <= FLOATS or len(kinds) != (2 * layers if found.count else 0):
             raise MegaKVError(
                 f"{path} is broken: it has {len(types)} tensors, and {len(kinds)} kinds, of {layers} layers"
             )
@@ -184,9 +188,9 @@ class _SavedSpan:
     def blocks(self) -> list[Tensor]:
         """Keys and values ``[N, K, m, D]``, mapped from the file."""
         found = list(read_tensors(self.path, [str(number) for number in range(len(set(self.kinds)))]).values())
-        shapes = [list(block.shape) for block in found]
+        shapes, members = [list(block.shape) for block in found], Counter(self.kinds)
         for number, shape in enumerate(shapes):
-            if len(shape) != 4 or shape[0] != self.kinds.count(number) or shape[2] != self.count:
+            if len(shape) != 4 or shape[0] != members[number] or shape[2] != self.count:
                 raise MegaKVError(f"{self.path} is broken: keys and values have the shapes {shapes}")
         if any(
             shapes[keys][1] != shapes[values][1] for keys, values in zip(self.kinds[::2], self.kinds[1::2], strict=True)
@@ -243,7 +247,7 @@ def _spread(saved: Sequence[_SavedSpan], rank: int, size: int, device: torch.dev
     if not moves:
         return CacheSpan.of(layout, first.first, first.first + len(first.owners), rank, [()] * first.layers)
     alike = {
-        (each.kinds, *((*block.shape[::3], block.shape[1], block.dtype) for block in each.blocks)) for each, _ in moves
+        (each.kinds, *((*block.shape[:2], block.shape[3], block.dtype) for block in each.blocks)) for each, _ in moves
     }
     if len(alike) > 1:
         raise MegaKVError(f"{first.path} and the other ranks' files differ in the kinds of their layers")

@@ -58,13 +58,13 @@ class CudaStreams:
         """Queue copies between addresses; memory of the accelerator that tensors hold is not used for others before
         they are over."""
         memcpy, queue = self._memcpy, stream.cuda_stream
+        for tensor in holds:
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
         with on_device(self._device):
             for ends in zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True):
                 if status := memcpy(*ends, queue):
                     raise RuntimeError(f"the driver refused a copy of {ends[2]} bytes (error {status})")
-        for tensor in holds:
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
 
     @cached_property
     def _memcpy(self) -> Any:

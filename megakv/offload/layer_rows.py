@@ -19,7 +19,8 @@ from megakv.offload.pages import Page, PagePool
 class _Table:
     """Where the rows of all sequences lie: stretch by stretch, those of sequence ``i`` from ``bounds[i]`` on.
 
-    A stretch has rows from `first` up to `end`, and begins at an address, or at a byte of a file where it is on `disk`.
+    A stretch has rows from `first` up to `end`, and begins at an address, or, of a tier on disk, at a byte of its file;
+    `disk` says whether any does.
     """
 
     versions: list[object]
@@ -49,7 +50,7 @@ class _Table:
             if isinstance(tier, DiskTier):
                 on_disk = True
             else:
-                table[index, 2] = tier.at(stretch.offset, 0)
+                table[index, 2] = tier.at(stretch.offset, stretch.nbytes)
         bounds = np.concatenate([[0], np.cumsum([len(own) for own in held])])
         first, end, start = table.T.copy()
         return cls(versions, bounds, first, end, start, stretches, on_disk)
@@ -106,6 +107,7 @@ class LayerRows(list[PagedRows | None]):
         places: list[Page] = []
         for number, begins, rows, _ in runs:
             if rows and (paged := self[number]) is not None:
+                assert paged.width == block.shape[1] and paged.dtype == block.dtype
                 places += paged.pages_of(begins, rows)
         if not table.disk:
             return [Move(host, device, sizes, places, holds)]

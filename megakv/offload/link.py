@@ -68,8 +68,8 @@ class Move(NamedTuple):
     """Copies between the host, memory at some addresses or a part of a file, and the accelerator's at as many.
 
     Addresses, as steps have thousands of copies, and tensors for both ends of one take Python longer to make than the
-    copy takes: `holds` own the memory until all are over. `places` are those that the bytes on the host lie in, where
-    others may read them or write to them.
+    copy takes. `holds` own the accelerator's memory, and the host's where it is in no tier, until all are queued;
+    `places` are those of a tier that the bytes lie in, where others may read them or write to them.
     """
 
     host: IntArray | FileRows

@@ -31,6 +31,11 @@ class Stretch:
     tier: Tier
     offset: int
     pages: list[Page]
+    page_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self.page_bytes
 
 
 class PagedRows:
@@ -105,10 +110,10 @@ class PagedRows:
         dense = self._row_bytes * self.per_page == size
         for index, page in enumerate(pages, start=self._given + len(self._pages) - len(pages)):
             last = joined[-1] if joined else None
-            if last and dense and last.tier is page.tier and last.offset + len(last.pages) * size == page.offset:
+            if last and dense and last.tier is page.tier and last.offset + last.nbytes == page.offset:
                 last.pages.append(page)
             else:
-                joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page]))
+                joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page], size))
 
     def _join_anew(self) -> None:
         self.joined = []

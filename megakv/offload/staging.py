@@ -155,17 +155,16 @@ class StagedLayer:
     def _unpack(self) -> None:
         """Make rows of packed ones, in few calls."""
         quantiser, packed = self.store.quantiser, self.packed
-        if quantiser is None:
-            return
         first, count = [row for row, _ in self.unpacking], [rows for _, rows in self.unpacking]
-        bounds, most = [0, *accumulate(count)], max(1, UNPACKED_ELEMENTS // self.rows.shape[1])
+        bounds = [0, *accumulate(count)]
         for begin, end in alike(first, count) if count else ():
-            each = max(1, most // count[begin])
+            assert packed is not None and quantiser is not None
+            each = max(1, UNPACKED_ELEMENTS // (self.rows.shape[1] * count[begin]))
             for low in range(begin, end, each):
                 high = min(low + each, end)
-                assert packed is not None
                 target_BSW = stacked(self.rows.unsqueeze(0), first[low:high], count[low])[:, 0]
                 quantiser.unpack(packed[bounds[low] : bounds[high]], target_BSW)
+        # Also on a rank that has no head of its own here, and so no rows.
         for unpack in self.unpacking_bodies:
             unpack()
         self.unpacking, self.unpacking_bodies = [], []

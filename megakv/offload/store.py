@@ -144,11 +144,13 @@ class TieredStore(RowFormat, KVStore):
 
     def _keep_inputs(self, firsts: dict[int, int]) -> None:
         offered = {sequence: self._offered.pop(sequence) for sequence in firsts}
-        # Only an unbroken run from the first token on can be recomputed.
+        # Only an unbroken run from the first token on can be recomputed. Autocast may give a pass another type.
         unbroken = [
             sequence
             for sequence, first in firsts.items()
-            if self.keeps_inputs and (0 if (inputs := self._inputs[sequence]) is None else inputs.length) == first
+            if self.keeps_inputs
+            and offered[sequence][0].dtype == self.dtype
+            and (0 if (inputs := self._inputs[sequence]) is None else inputs.length) == first
         ]
         for _, same in groupby(unbroken, lambda sequence: id(offered[sequence][0])):
             own = list(same)

@@ -1,5 +1,6 @@
 """Spans of a cache: put behind one another, split, saved and read back, by any number of ranks, they are the cache."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -117,6 +118,20 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
         for size in (2, 3):
             with pytest.raises(MegaKVError, match=str(paths[1])):
                 CacheSpan.load(paths, 1, size, CPU)
+    # Types and shapes that no cache has, and those that no tensor can have.
+    (length_of,) = np.frombuffer(whole[:8], dtype=np.uint64).tolist()
+    header, data = json.loads(whole[8 : 8 + length_of]), whole[8 + length_of :]
+    shape = header["0"]["shape"]
+    changes = [{"dtype": "I32"}, {"shape": [*shape[:3], 2 * shape[3]]}, {"shape": [0, *shape[1:3], 1 << 62]}]
+    changes += [
+        {"shape": [shape[0], 0, shape[2], 1 << 62], "data_offsets": [0, 0]},
+        {"shape": [1, 0, 1, (1 << 63) + 5]},
+    ]
+    for change in changes:
+        text = json.dumps({**header, "0": {**header["0"], **change}}).encode()
+        paths[1].write_bytes(len(text).to_bytes(8, "little") + text + data)
+        with pytest.raises(MegaKVError, match=str(paths[1])):
+            CacheSpan.load(paths, 1, 2, CPU)
     caches[1].span(1, length).save(paths[1])
     with pytest.raises(MegaKVError, match="other slots"):
         CacheSpan.load(paths, 0, 3, CPU)

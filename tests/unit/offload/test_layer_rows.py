@@ -1,13 +1,26 @@
 """Copies of a layer's rows, found together: what comes back is what went, over any history, as sequence by sequence."""
 
 import random
+from collections import deque
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from megakv.fairkv.ragged_body import RaggedBody
+from megakv.offload.bodies import TieredBody
+from megakv.offload.config import OffloadConfig
+from megakv.offload.host_memory import HostTier
 from megakv.offload.layer_rows import LayerRows
 from megakv.offload.link import EmulatedLink
+from megakv.offload.pages import PagePool
+from megakv.offload.prefetch import _bring_bodies, _bring_rows
+from megakv.offload.residents import ResidentBudget
+from megakv.offload.staging import StagedLayer, StagingBuffer
+from megakv.offload.store import TieredStore
 from tests.unit.offload.test_pages import WIDTH, make_pool, read
 
 SEQUENCES = 5
@@ -78,3 +91,39 @@ def test_a_prompt_s_rows_move_in_one_copy_for_each_sequence() -> None:
     assert move.sizes.tolist() == [20 * WIDTH * 4] * 3 and move.in_memory
     assert len(move.places) == 3 * len(layer[0].pages_of(2, 20)) == 3 * 4
     assert layer.moves(block, []) == layer.moves(block, [(0, 5, 0, 0)]) == []
+
+
+def test_a_block_of_another_type_is_refused() -> None:
+    layer = LayerRows(make_pool(4), 0, [None])
+    layer.extend_each([0], torch.randn(3, WIDTH), [slice(0, 3)], [0])
+    for block in (torch.randn(3, WIDTH).bfloat16(), torch.randn(3, WIDTH + 1)):
+        with pytest.raises(AssertionError):
+            layer.moves(block, [(0, 0, 3, 0)])
+
+
+@pytest.mark.parametrize("own_heads", [0, 2])
+def test_packed_bodies_come_where_a_rank_has_no_head_of_its_own(own_heads: int) -> None:
+    """Heads that other ranks hold too are bodies' as well: then the layer's rows have no elements."""
+    link, cpu = EmulatedLink(), torch.device("cpu")
+    config = OffloadConfig(enabled=True, host_gb=1, kv_bits=8, kv_group=4)
+    engine: Any = SimpleNamespace(
+        config=config,
+        link=link,
+        pool=PagePool([HostTier(1 << 20)], 1 << 13),
+        device=cpu,
+        residents=ResidentBudget(0, 1),
+        outgoing=deque(),
+    )
+    store = TieredStore(0, 1, engine)
+    store.set_format(torch.empty(own_heads, 0, 16), torch.empty(own_heads, 0, 16))
+    body = RaggedBody.kept(torch.randn(2, 50, 16), torch.randn(2, 50, 16), torch.rand(2, 50) < 0.5, np.arange(50))
+    assert body is not None
+    tiered, buffer = TieredBody(body, 0, engine, store.body_quantiser), StagingBuffer(cpu)
+    rows = buffer.take("rows 0", 4, store.row_width, torch.float32)
+    staged = StagedLayer(store, 0, range(1), buffer, rows, [0], [0], [4], [0], [0], [0])
+    staged.streamed = link.start("in", [*_bring_bodies(staged, [tiered]), *_bring_rows(store, 0, staged)])
+    record: Any = SimpleNamespace(clock=SimpleNamespace(mark=lambda: 0), arrived=lambda begun: None, attending=None)
+    staged.record = record
+    staged.await_streamed()
+    assert (staged.bodies[tiered].k_nD - body.k_nD).abs().max() < 0.02
+    link.close()
