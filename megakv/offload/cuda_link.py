@@ -216,8 +216,8 @@ class StreamLink(Link):
                     if direction == "in":
                         rows.read_into(memory)
                     through, there, size = np.array([[memory.data_ptr()], [device], [nbytes]])
-                    piece = Move(through, there, size, holds=(*move.holds, memory))
-                    self._copy_memory(stream, direction, [piece])
+                    ends = (there, through) if direction == "in" else (through, there)
+                    self._streams.copy(stream, *ends, size, move.holds)
                     coming.append((rows, memory, self._streams.event(stream, timed=False)))
             while direction == "out" and coming:
                 land()

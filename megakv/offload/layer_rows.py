@@ -34,26 +34,16 @@ class _Table:
     @classmethod
     def of(cls, rows: Sequence[PagedRows | None], versions: list[object]) -> _Table:
         held = [() if paged is None else paged.joined for paged in rows]
-        per_page = [0 if paged is None else paged.per_page for paged in rows]
         stretches = [stretch for own in held for stretch in own]
-        table = np.array(
-            [
-                (each.first, each.first + len(each.pages) * size, each.offset)
-                for size, own in zip(per_page, held, strict=True)
-                for each in own
-            ],
-            dtype=np.int64,
-        ).reshape(-1, 3)
-        on_disk = False
-        for index, stretch in enumerate(stretches):
-            tier = stretch.tier
-            if isinstance(tier, DiskTier):
-                on_disk = True
-            else:
-                table[index, 2] = tier.at(stretch.offset, stretch.nbytes)
+        on_disk = [isinstance(each.tier, DiskTier) for each in stretches]
+        starts = (
+            each.offset if away else each.tier.at(each.offset, each.nbytes)
+            for each, away in zip(stretches, on_disk, strict=True)
+        )
+        table = [(each.first, each.end, start) for each, start in zip(stretches, starts, strict=True)]
         bounds = np.concatenate([[0], np.cumsum([len(own) for own in held])])
-        first, end, start = table.T.copy()
-        return cls(versions, bounds, first, end, start, stretches, on_disk)
+        first, end, start = np.array(table, dtype=np.int64).reshape(-1, 3).T.copy()
+        return cls(versions, bounds, first, end, start, stretches, any(on_disk))
 
 
 class LayerRows(list[PagedRows | None]):

@@ -31,7 +31,13 @@ class Stretch:
     tier: Tier
     offset: int
     pages: list[Page]
+    rows_per_page: int
     page_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The row behind the last one that has room."""
+        return self.first + len(self.pages) * self.rows_per_page
 
     @property
     def nbytes(self) -> int:
@@ -113,7 +119,7 @@ class PagedRows:
             if last and dense and last.tier is page.tier and last.offset + last.nbytes == page.offset:
                 last.pages.append(page)
             else:
-                joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page], size))
+                joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page], self.per_page, size))
 
     def _join_anew(self) -> None:
         self.joined = []
@@ -156,10 +162,10 @@ class PagedRows:
             return
         for index in range(bisect_right(joined, first, key=lambda stretch: stretch.first) - 1, len(joined)):
             stretch = joined[index]
-            start, inside = max(first, stretch.first), stretch.first + len(stretch.pages) * size
-            if start >= last:
+            start, end = max(first, stretch.first), min(last, stretch.end)
+            if start >= end:
                 return
-            end, before = min(last, inside), start - stretch.first
+            before = start - stretch.first
             pages = stretch.pages[before // size : -(-(end - stretch.first) // size)]
             yield pages, stretch.offset + before * self._row_bytes, start, end
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -231,3 +234,22 @@ def test_what_files_pass_through_is_pageable_where_pinning_is_refused(caplog: py
     memory = CudaStreams(torch.device("cuda")).pinned(1 << 20)
     assert memory.nbytes == 1 << 20 and memory.device.type == "cpu" and not memory.is_pinned()
     assert "pinning host memory failed for 1.00 MiB that rows of files pass through" in caplog.text
+
+
+def test_copies_go_to_the_driver_one_by_one_and_what_it_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, queue = CudaStreams(torch.device("cpu")), SimpleNamespace(cuda_stream=7)
+    source, target = torch.randn(3, 5), torch.zeros(3, 5)
+    ends = [np.array([row.data_ptr() for row in rows]) for rows in (target, source)]
+    refused: list[int] = []
+
+    def memcpy(to: int, given: int, nbytes: int, stream: int) -> int:
+        assert stream == 7
+        ctypes.memmove(to, given, nbytes)
+        return 201 if refused and to == refused[0] else 0
+
+    monkeypatch.setitem(vars(streams), "_memcpy", memcpy)
+    streams.copy(queue, *ends, np.array([20, 20, 12]), [target])
+    assert torch.equal(target[:2], source[:2]) and torch.equal(target[2, :3], source[2, :3]) and not target[2, 3:].any()
+    refused.append(target[1].data_ptr())
+    with pytest.raises(RuntimeError, match=r"refused a copy of 20 bytes \(error 201\)"):
+        streams.copy(queue, *ends, np.array([20, 20, 20]), [target])
