@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable
 
 from megakv.serving.answer import Answer
 from megakv.serving.plan import Attach, Close
@@ -19,7 +18,7 @@ class Admission:
     """Lets answers in by turns, as far as there is room for their keys and values.
 
     `capacity` are the tokens that device memory has space for, of which what is kept takes a part; or, where there is
-    space for so many `copies` of them, those of caches alone. `disk_keeps_up` says whether more can be written to disk.
+    space for so many `copies` of them, those of caches alone.
     """
 
     def __init__(
@@ -30,12 +29,11 @@ class Admission:
         *,
         capacity: int,
         copies: int | None,
-        disk_keeps_up: Callable[[], bool],
     ):
         self.queue: Queue[Answer] = Queue()
         self.running: list[Answer] = []
         self.tree, self.counts, self.capacity, self._copies = tree, counts, capacity, copies
-        self._settings, self._disk_keeps_up = settings, disk_keeps_up
+        self._settings = settings
         self._numbers = itertools.count(1)
 
     def admit(self, now: float) -> None:
@@ -142,8 +140,7 @@ class Admission:
         if not answer.kept:
             return
         tokens = answer.ids(answer.node.end, answer.cached)
-        disk = self._disk_keeps_up()
-        path = self.tree.insert(answer.node, tokens, now, sequence=answer.number, keeps_on_disk=disk)
+        path = self.tree.insert(answer.node, tokens, now, sequence=answer.number)
         answer.node = path[-1] if path else answer.node
 
     def leave(self, answer: Answer) -> None:

@@ -52,8 +52,7 @@ class Leader:
 
     `capacity` and `copies` are as of `Admission`; `joins` says whether passes may have several sequences, and `keeps`
     whether prefixes can be kept. `is_here` says whether a node that is being read from disk is there, on this rank;
-    `disk_keeps_up` whether more can be written to it; `held` how many tokens of a cache every context-parallel rank
-    has, by the number that ranks know it by.
+    `held` how many tokens of a cache every context-parallel rank has, by the number that ranks know it by.
     """
 
     def __init__(
@@ -67,16 +66,13 @@ class Leader:
         joins: bool = True,
         keeps: bool = True,
         is_here: Callable[[int], bool] = lambda node: True,
-        disk_keeps_up: Callable[[], bool] = lambda: True,
         held: Callable[[int], tuple[int, ...]] = lambda number: (),
         clock: Callable[[], float] = time.perf_counter,
     ):
         self.tree, self.counts = tree, Counts()
         self._joins, self._keeps, self._held = joins, keeps, held
         self._scheduler, self._is_here, self._arrivals = scheduler, is_here, itertools.count()
-        self._admission = Admission(
-            settings, tree, self.counts, capacity=capacity, copies=copies, disk_keeps_up=disk_keeps_up
-        )
+        self._admission = Admission(settings, tree, self.counts, capacity=capacity, copies=copies)
         self._by_id: dict[str, Answer] = {}
         # Of those whose passes have no other, who has not had one since the last of all others.
         self._alone: list[Answer] = []

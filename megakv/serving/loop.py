@@ -222,7 +222,6 @@ class ServingLoop:
                 joins=self._engine.joins,
                 keeps=self._engine.gives_spans,
                 is_here=self._store.is_here,
-                disk_keeps_up=lambda: self._folder is not None and self._folder.keeps_up,
                 held=self._worker.held,
             )
         self._inbox.enter("serving")
@@ -238,6 +237,7 @@ class ServingLoop:
             token_bytes=self._kv.token_bytes,
             cp=self._mesh.cp_size,
             describe=folder.describe,
+            room=lambda: folder.room * self._mesh.world_size,
         )
         tree.restore(folder.found())
         return tree

@@ -27,13 +27,12 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Slots [first, last) of a sequence's cache become the span of a new node, which is written to disk by a key."""
+    """Slots [first, last) of a sequence's cache become the span of a new node."""
 
     node: int
     sequence: int
     first: int
     last: int
-    key: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +70,14 @@ class Drop:
 
 
 @dataclass(frozen=True, slots=True)
+class Write:
+    """Begin to write a node's span, which is in memory, to a file of that key, beside the passes."""
+
+    node: int
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """Begin to read a node's span from disk, beside the passes."""
 
@@ -92,7 +99,7 @@ class Erase:
     key: str
 
 
-Command = Split | Keep | Attach | Close | Move | Drop | Load | Await | Erase
+Command = Split | Keep | Attach | Close | Move | Drop | Write | Load | Await | Erase
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ NAME = re.compile(r"([0-9a-f]{24})(\.\d+-\d+\.safetensors|\.json)(\.new)?")
 MOST_RANKS = 1 << 16
 MOST_RECORD_BYTES = 1 << 26
 MOST_WAITING = 1 << 30
-"""Bytes of this rank that may wait to be written; what comes then is not kept on disk."""
+"""Bytes of this rank that may wait to be written; what comes then is not written before the disk is."""
 READERS = 2
 
 
@@ -83,9 +83,9 @@ class PrefixFolder:
     # Writing
 
     @property
-    def keeps_up(self) -> bool:
-        """Whether the disk keeps up."""
-        return self._waiting_bytes < MOST_WAITING
+    def room(self) -> int:
+        """Bytes of this rank that may come now: none where the disk does not keep up."""
+        return MOST_WAITING - self._waiting_bytes
 
     def describe(self, key: str, tokens: Tokens, behind: StoredPart | None) -> None:
         """Of rank 0: what is to be said of a file once it is written; it comes behind the end of a part of another."""

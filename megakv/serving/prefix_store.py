@@ -10,7 +10,7 @@ import torch
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
 from megakv.errors import MegaKVError
-from megakv.serving.plan import Await, Drop, Erase, Keep, Load, Move, Split
+from megakv.serving.plan import Await, Drop, Erase, Keep, Load, Move, Split, Write
 from megakv.serving.prefix_folder import PrefixFolder
 
 HOST = torch.device("cpu")
@@ -29,16 +29,14 @@ class PrefixStore:
 
     def keep(self, command: Keep, cache: ShardedCache) -> None:
         """Share what a cache holds."""
-        span = self._spans[command.node] = cache.span(command.first, command.last)
-        if command.key is not None and self._folder is not None:
-            self._folder.write(command.key, span)
+        self._spans[command.node] = cache.span(command.first, command.last)
 
     def attach(self, nodes: tuple[int, ...], cache: ShardedCache) -> None:
         """Append spans to a cache."""
         for node in nodes:
             cache.append_span(self._spans[node])
 
-    def arrange(self, command: Split | Move | Drop | Load | Erase) -> None:
+    def arrange(self, command: Split | Move | Drop | Write | Load | Erase) -> None:
         """Do what there is to do with a span, or a file."""
         match command:
             case Split(node, head, at):
@@ -48,6 +46,9 @@ class PrefixStore:
             case Drop(node):
                 self._spans.pop(node, None)
                 self._coming.pop(node, None)
+            case Write(node, key):
+                assert self._folder is not None
+                self._folder.write(key, self._spans[node])
             case Load(node, part):
                 assert self._folder is not None
                 self._coming[node] = self._folder.read(part, self._device)

@@ -10,13 +10,14 @@ then, least recently used first, to host memory, to disk alone, and away. A node
 from __future__ import annotations
 
 import itertools
+import math
 import secrets
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from megakv.serving.plan import Command, Drop, Erase, Keep, Load, Move, Split, StoredPart
+from megakv.serving.plan import Command, Drop, Erase, Keep, Load, Move, Split, StoredPart, Write
 from megakv.serving.prefix_node import FoundPrefix, Node, StoredFiles, Tokens, common, walk
 from megakv.serving.stats import Tier
 
@@ -25,8 +26,8 @@ class PrefixTree:
     """What is kept, within so many tokens of host memory and bytes of disk; those of the device are told to `shrink`.
 
     A token takes `token_bytes` on disk, over all ranks, of which `cp` are context-parallel. `describe` is told what
-    will be in a file, and behind which part of another that comes. `commands` is what ranks are to do, in order;
-    whoever tells them clears it.
+    will be in a file, and behind which part of another that comes; `room` says how many bytes may be written now.
+    `commands` is what ranks are to do, in order; whoever tells them clears it.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class PrefixTree:
         token_bytes: int = 0,
         cp: int = 1,
         describe: Callable[[str, Tokens, StoredPart | None], None] = lambda key, tokens, behind: None,
+        room: Callable[[], float] = lambda: math.inf,
     ):
         self.root = Node(0, np.zeros(0, dtype=np.int32), None, 0)
         self.commands: list[Command] = []
@@ -45,7 +47,7 @@ class PrefixTree:
         self.loading: dict[int, Node] = {}
         """What ranks are reading from disk."""
         self._host_tokens, self._disk_bytes = host_tokens, disk_bytes
-        self._token_bytes, self._cp, self._describe = token_bytes, cp, describe
+        self._token_bytes, self._cp, self._describe, self._room = token_bytes, cp, describe, room
         self._ids = itertools.count(1)
         self._memory = {"device": 0, "host": 0}
         # Unused nodes in memory, the least recently used first: parents behind their children, as in files.
@@ -122,10 +124,11 @@ class PrefixTree:
 
     # Growing
 
-    def insert(self, node: Node, tokens: Tokens, now: float, *, sequence: int, keeps_on_disk: bool) -> list[Node]:
+    def insert(self, node: Node, tokens: Tokens, now: float, *, sequence: int) -> list[Node]:
         """Keep tokens behind `node` that a sequence has in its cache, and use them for it; returns their nodes.
 
-        Those that are there already are not kept again.
+        Those that are there already are not kept again. On disk, too, comes what is not there yet: there, nothing lies
+        behind what is missing.
         """
         path = self._whole(tokens, node)
         at = path[-1] if path else node
@@ -134,17 +137,28 @@ class PrefixTree:
             fresh = self._grow(at, tokens[done:])
             fresh.memory = "device"
             self._memory["device"] += len(fresh.tokens)
-            writes = keeps_on_disk and self._disk_bytes > 0 and (at is self.root or at.stored is not None)
-            key = secrets.token_hex(12) if writes else None
-            self.commands.append(Keep(fresh.id, sequence, at.end, fresh.end, key))
+            self.commands.append(Keep(fresh.id, sequence, at.end, fresh.end))
             path.append(fresh)
         self._use(path, now)
-        if done < len(tokens) and key is not None:
-            self._describe(key, fresh.tokens, at.stored)
-            size = len(fresh.tokens)
-            self._files.add(fresh, StoredPart(key, 0, size, self._cp), size * self._token_bytes)
-            self._shrink_disk()
+        if self._disk_bytes:
+            self._write(path[-1] if path else node)
         return path
+
+    def _write(self, node: Node) -> None:
+        """Put all up to a used node on disk that is not there yet, from the first on, while there is room."""
+        room = self._room()
+        for each in node.path():
+            if each.stored is not None:
+                continue
+            if room <= 0:
+                break
+            assert each.parent is not None
+            key, size = secrets.token_hex(12), len(each.tokens)
+            self.commands.append(Write(each.id, key))
+            self._describe(key, each.tokens, each.parent.stored)
+            self._files.add(each, StoredPart(key, 0, size, self._cp), size * self._token_bytes)
+            room -= size * self._token_bytes
+        self._shrink_disk()
 
     def restore(self, found: Iterable[FoundPrefix]) -> None:
         """Take in what an earlier server left on disk, parents first."""

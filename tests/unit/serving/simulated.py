@@ -12,7 +12,7 @@ import torch
 
 from megakv.serving.leader import Leader, Outcome
 from megakv.serving.pass_times import PassTimes
-from megakv.serving.plan import Attach, Await, Close, Drop, Erase, Keep, Load, Move, Plan, Split
+from megakv.serving.plan import Attach, Await, Close, Drop, Erase, Keep, Load, Move, Plan, Split, Write
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
 from megakv.serving.scheduler import Scheduler
@@ -160,11 +160,11 @@ class Simulation:
             match command:
                 case Split(node, head, at):
                     self.spans[head], self.spans[node] = self.spans[node][:at], self.spans[node][at:]
-                case Keep(node, sequence, first, last, key):
+                case Keep(node, sequence, first, last):
                     self.spans[node] = self.caches[sequence][first:last]
                     assert len(self.spans[node]) == last - first
-                    if key is not None:
-                        self.files[key] = self.spans[node]
+                case Write(node, key):
+                    self.files[key] = self.spans[node]
                 case Attach(sequence, nodes, turn):
                     if turn is not None:
                         self._turns[sequence] = turn

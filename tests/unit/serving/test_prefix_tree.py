@@ -1,12 +1,14 @@
 """The tree of prefixes against a dictionary of all prefixes that were ever kept, and what it tells ranks to do."""
 
+import math
 import random
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 
-from megakv.serving.plan import Drop, Erase, Keep, Load, Move, Split, StoredPart
+from megakv.serving.plan import Drop, Erase, Keep, Load, Move, Split, StoredPart, Write
 from megakv.serving.prefix_node import FoundPrefix, Node, Tokens, common, walk
 from megakv.serving.prefix_tree import PrefixTree
 
@@ -36,11 +38,11 @@ class Ranks:
                     else:
                         tokens, tier = self.spans[node]
                         self.spans[head], self.spans[node] = (tokens[:at], tier), (tokens[at:], tier)
-                case Keep(node, sequence, first, last, key):
+                case Keep(node, sequence, first, last):
                     self.spans[node] = caches[sequence][first:last], "device"
                     assert len(self.spans[node][0]) == last - first
-                    if key is not None:
-                        self.files[key] = self.spans[node][0]
+                case Write(node, key):
+                    self.files[key] = self.spans[node][0]
                 case Move(node, to_host):
                     tokens, tier = self.spans[node]
                     assert tier == ("device" if to_host else "host")
@@ -66,6 +68,8 @@ class Ranks:
                 file = self.files[node.stored.key]
                 assert tuple(node.tokens) == file[node.stored.first : node.stored.last]
             assert node.parent is not None and node.end == node.parent.end + len(node.tokens)
+            # What is on disk is found there again only if all before it is.
+            assert node.stored is None or node.parent is tree.root or node.parent.stored is not None
             assert node.uses <= node.parent.uses or node.parent is tree.root
         held = tree.held
         for tier in ("device", "host"):
@@ -105,7 +109,7 @@ def test_unbounded_tree_is_a_dictionary_of_all_prefixes() -> None:
         # In chunks, as a prompt is read.
         while at.end < len(tokens):
             chunk = ids(*tokens[at.end : at.end + random.randint(1, 5)])
-            at = tree.insert(at, chunk, number, sequence=1, keeps_on_disk=False)[-1]
+            at = tree.insert(at, chunk, number, sequence=1)[-1]
         ranks.follow(tree, {1: tokens})
         tree.release(at, number)
         ranks.check(tree)
@@ -125,7 +129,9 @@ class Running:
 @pytest.mark.parametrize("disk", [0, 60, 10_000])
 def test_bounded_tree_keeps_its_bounds_and_ranks_follow(host: int, disk: int) -> None:
     limit = 50
-    tree, ranks = PrefixTree(host, disk * TOKEN_BYTES, token_bytes=TOKEN_BYTES), Ranks()
+    # The disk keeps up, or not, or takes a little.
+    room = partial(random.choice, (0, 0, 50, math.inf))
+    tree, ranks = PrefixTree(host, disk * TOKEN_BYTES, token_bytes=TOKEN_BYTES, room=room), Ranks()
     running: list[Running] = []
     known: list[tuple[int, ...]] = []
     for number in range(600):
@@ -142,9 +148,7 @@ def test_bounded_tree_keeps_its_bounds_and_ranks_follow(host: int, disk: int) ->
             each = random.choice(running)
             if tree.has(each.node) and not any(node.loading for node in each.node.path()):
                 chunk = ids(*each.tokens[each.node.end : each.node.end + random.randint(1, 9)])
-                # What follows a prefix that is not on disk is not kept there, either.
-                keeps = each.node is tree.root or random.random() < 0.9
-                path = tree.insert(each.node, chunk, number, sequence=each.number, keeps_on_disk=keeps)
+                path = tree.insert(each.node, chunk, number, sequence=each.number)
                 each.node = path[-1] if path else each.node
         elif running:
             each = running.pop(random.randrange(len(running)))
@@ -178,7 +182,7 @@ def test_least_recently_used_goes_first_and_children_before_parents() -> None:
     for sequence, tokens in caches.items():
         path = tree.take(ids(*tokens), tree.root, 0)
         at = path[-1] if path else tree.root
-        at = tree.insert(at, ids(*tokens[at.end :]), sequence, sequence=sequence, keeps_on_disk=False)[-1]
+        at = tree.insert(at, ids(*tokens[at.end :]), sequence, sequence=sequence)[-1]
         tree.release(at, sequence)
         ranks.follow(tree, caches)
     # The first branch was used last.
@@ -192,7 +196,7 @@ def test_least_recently_used_goes_first_and_children_before_parents() -> None:
 
 def test_used_nodes_stay() -> None:
     tree = PrefixTree()
-    at = tree.insert(tree.root, ids(1, 2, 3), 0, sequence=1, keeps_on_disk=False)[-1]
+    at = tree.insert(tree.root, ids(1, 2, 3), 0, sequence=1)[-1]
     tree.shrink(0)
     assert tree.held["device"] == 3
     tree.release(at, 1)
@@ -215,7 +219,7 @@ def test_what_was_on_disk_comes_back() -> None:
         at = path[-1] if path else tree.root
         while at.end < len(tokens):
             chunk = ids(*tokens[at.end : at.end + random.randint(1, 9)])
-            at = tree.insert(at, chunk, number, sequence=1, keeps_on_disk=True)[-1]
+            at = tree.insert(at, chunk, number, sequence=1)[-1]
         tree.release(at, number)
         ranks.follow(tree, {1: tokens})
     found = [
@@ -235,13 +239,39 @@ def test_what_was_on_disk_comes_back() -> None:
 
 
 def test_memory_that_is_forgotten_leaves_what_is_on_disk() -> None:
-    tree = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES)
-    at = tree.insert(tree.root, ids(1, 2, 3), 0, sequence=1, keeps_on_disk=True)[-1]
-    tree.insert(at, ids(4, 5), 0, sequence=1, keeps_on_disk=False)
+    room = iter((1, 0))
+    tree = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES, room=lambda: next(room))
+    at = tree.insert(tree.root, ids(1, 2, 3), 0, sequence=1)[-1]
+    tree.insert(at, ids(4, 5), 0, sequence=1)
     tree.forget_memory()
     assert tree.held == {"device": 0, "host": 0, "disk": 3}
     assert tree.used_tokens == 0
     assert tree.match(ids(1, 2, 3, 4, 5))[1] == 3
+
+
+def test_what_the_disk_had_no_time_for_is_written_with_what_follows_it() -> None:
+    described: list[tuple[str, tuple[int, ...], str | None]] = []
+
+    def describe(key: str, tokens: Tokens, behind: StoredPart | None) -> None:
+        described.append((key, tuple(tokens), None if behind is None else behind.key))
+
+    room = 0
+    tree, ranks = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES, describe=describe, room=lambda: room), Ranks()
+    caches = {1: (1, 2, 3, 4, 5), 2: (1, 2, 3, 4, 6)}
+    at = tree.root
+    for last in (3, 5):
+        at = tree.insert(at, ids(*caches[1][at.end : last]), 0, sequence=1)[-1]
+    tree.release(at, 1)
+    assert tree.held["disk"] == 0
+    # Another begins alike: there is room for its first tokens, which are one node, then for all.
+    at = tree.take(ids(*caches[2]), tree.root, 2)[-1]
+    for room, on_disk in ((1, 3), (1 << 10, 5)):
+        at = [at, *tree.insert(at, ids(*caches[2][at.end :]), 2, sequence=2)][-1]
+        assert tree.held["disk"] == on_disk
+    ranks.follow(tree, caches)
+    ranks.check(tree)
+    first, second, third = (key for key, _, _ in described)
+    assert described == [(first, (1, 2, 3), None), (second, (4,), first), (third, (6,), second)]
 
 
 def test_common() -> None:
