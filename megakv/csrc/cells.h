@@ -14,6 +14,12 @@ namespace {
 // sum + a * b, in every lane.
 inline Floats add_product(Floats sum, float a, Floats b) { return sum + a * b; }
 
+inline Floats add_product(Floats sum, Floats a, Floats b) { return sum + a * b; }
+
+// A vector of cells of numbers that follow one another; the first of them, and zeros for the others.
+template <class T> inline Floats cells_of(const T* from, float) { return load(from); }
+template <class T> inline Floats cells_of(const T* from, int64_t count, float) { return load(from, count); }
+
 template <class T> inline void pack(const T* from, int dim, float* to, int width) {
   int d = 0;
   for (; d + LANES <= dim; d += LANES) store(to + d, load(from + d));
@@ -47,6 +53,17 @@ inline Floats add_product(Floats sum, Pair a, Words b) {
   int32_t bits;
   std::memcpy(&bits, &a, sizeof bits);
   return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(bits), (__m512bh)b);
+}
+
+inline Floats add_product(Floats sum, Words a, Words b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+inline Words cells_of(const BFloat16* from, Pair) { return load((const Pair*)from); }
+inline Words cells_of(const BFloat16* from, int64_t count, Pair) {
+  Words bits{};
+  std::memcpy(&bits, from, count * sizeof *from);
+  return bits;
 }
 
 inline void pack(const BFloat16* from, int dim, Pair* to, int width) {

@@ -28,8 +28,8 @@ constexpr int64_t LEAST_ATTENTION = 1 << 16;
 
 // Begins to bring the cache line that these lanes begin in: to the second level, the first one is too small for a tile.
 // Spread over the computation, because a processor waits when too many lines are under way.
-template <class T> inline void fetch(const T* lanes, int first) {
-  if (first * sizeof(T) % 64 == 0) __builtin_prefetch(lanes, 0, 2);
+template <class T> __attribute__((always_inline)) inline void fetch_line(const T* lanes, int first) {
+  if (first * sizeof(T) % LINE_BYTES == 0) fetch(lanes, 1);
 }
 
 // Keys or values: rows of `dim` elements, `step` apart.
@@ -55,7 +55,7 @@ void score(const float* q, int q_step, Rows<T> k, int count, float* scores, cons
     for (int d = 0; d < whole; d += LANES) {
       const Floats a = load(key[0] + d), b = load(key[1] + d), c = load(key[2] + d), e = load(key[3] + d);
       if (next)
-        for (int i = 0; i < 4; ++i) fetch(key[i] + (next - k.first) + d, d);
+        for (int i = 0; i < 4; ++i) fetch_line(key[i] + (next - k.first) + d, d);
       for (int r = 0; r < R; ++r) {
         const Floats query = load(q + r * q_step + d);
         sum[r][0] += query * a;
@@ -86,7 +86,7 @@ void accumulate(const float* weights, const float* keep, Rows<T> v, int column, 
     Floats value[C];
     for (int c = 0; c < C; ++c) value[c] = load(v[j] + column + c * LANES);
     if (next)
-      for (int c = 0; c < C; ++c) fetch(next + j * v.step + column + c * LANES, column + c * LANES);
+      for (int c = 0; c < C; ++c) fetch_line(next + j * v.step + column + c * LANES, column + c * LANES);
     for (int r = 0; r < R; ++r)
       for (int c = 0; c < C; ++c) sum[r][c] += weights[r * TILE + j] * value[c];
   }

@@ -1,7 +1,8 @@
 // Few rows times weights, for processors: each weight is read once, in its type, as fast as memory gives it.
 //
 // Decoding multiplies a row or a few by every weight of a model: as in attention of a few query rows, reading is the work.
-// Of more rows the lanes are outputs, and weights are made cells once, in the first cache.
+// Of more rows the lanes are outputs, and weights are made cells once, in the first cache; bfloat16 that is multiplied by
+// pairs is in cells as it lies there.
 
 #pragma once
 
@@ -19,8 +20,9 @@ namespace {
 constexpr int64_t SIDE = 4;
 // Rows of x whose products with them are in registers at a time.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
-// Rows beyond which lanes are outputs, and how many outputs, and cells of each, are then made at a time.
-constexpr int64_t FEW = 6;
+// Rows up to which inputs are multiplied in float32 in any case, and beyond which lanes are outputs: of pairs, later.
+constexpr int64_t FEW = 6, FEW_PAIRS = 16;
+// Outputs, and cells of each, that are then made at a time.
 constexpr int64_t TILE_OUTPUTS = 2 * LANES;
 constexpr int64_t PIECE = 32;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
@@ -32,33 +34,34 @@ constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
 constexpr int64_t LEAST_WORK = 1 << 16;
 
-// total[r][i] = x[r] . weight[i] for R rows of x, `x_step` apart, and four of the weight, with so many columns; those of x
-// go on with zeros up to a multiple of LANES. Meanwhile fetches what lies `ahead` elements further on, if anything does.
-template <class T, int R>
-void multiply(const float* x, int64_t x_step, const T* const weight[SIDE], int64_t columns, int64_t ahead, Four total[R]) {
-  const int64_t whole = columns / LANES * LANES;
+// total[r][i] = x[r] . weight[i] for R rows of x, `x_step` cells apart, and four of the weight, with so many columns; those
+// of x go on with zeros up to a multiple of a vector's. Meanwhile fetches what lies `ahead` elements further on, if
+// anything does.
+template <class T, int R, class Cell>
+void multiply(const Cell* x, int64_t x_step, const T* const weight[SIDE], int64_t columns, int64_t ahead, Four total[R]) {
+  constexpr int64_t EACH = LANES * NUMBERS<Cell>;
+  const int64_t whole = columns / EACH * EACH;
   for (int r = 0; r < R; ++r) total[r] = Four{};
-  for (int64_t first = 0; first < whole; first += RUN) {
+  for (int64_t first = 0; first < columns; first += RUN) {
     const int64_t last = std::min(first + RUN, whole);
     Floats sum[R][SIDE] = {};
-    for (int64_t d = first; d < last; d += LANES) {
-      Floats each[SIDE];
-      for (int i = 0; i < SIDE; ++i) each[i] = load(weight[i] + d);
-      if (ahead && d * sizeof(T) % 64 == 0)
-        for (int i = 0; i < SIDE; ++i) __builtin_prefetch(weight[i] + ahead + d, 0, 2);
+    // Sums are in registers only where this is part of the loop.
+    const auto add = [&](int64_t d, auto cells) __attribute__((always_inline)) {
+      decltype(cells(weight[0])) each[SIDE];
+      for (int i = 0; i < SIDE; ++i) each[i] = cells(weight[i] + d);
       for (int r = 0; r < R; ++r) {
-        const Floats own = load(x + r * x_step + d);
-        for (int i = 0; i < SIDE; ++i) sum[r][i] += own * each[i];
+        const auto own = load(x + r * x_step + d / NUMBERS<Cell>);
+        for (int i = 0; i < SIDE; ++i) sum[r][i] = add_product(sum[r][i], own, each[i]);
       }
+    };
+    for (int64_t d = first; d < last; d += EACH) {
+      if (ahead && d * sizeof(T) % LINE_BYTES == 0)
+        for (int i = 0; i < SIDE; ++i) fetch(weight[i] + ahead + d, 1);
+      add(d, [](const T* from) { return cells_of(from, Cell{}); });
     }
+    if (first + RUN >= columns && whole < columns)
+      add(whole, [&](const T* from) { return cells_of(from, columns - whole, Cell{}); });
     for (int r = 0; r < R; ++r) total[r] += sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
-  }
-  if (whole == columns) return;
-  Floats each[SIDE];
-  for (int i = 0; i < SIDE; ++i) each[i] = load(weight[i] + whole, columns - whole);
-  for (int r = 0; r < R; ++r) {
-    const Floats own = load(x + r * x_step + whole);
-    total[r] += sums(own * each[0], own * each[1], own * each[2], own * each[3]);
   }
 }
 
@@ -80,8 +83,8 @@ template <class Compute> void divide(int64_t blocks, int64_t work, int threads, 
     compute(blocks * own / workers, blocks * (own + 1) / workers, memory.data() + own * scratch);
 }
 
-// Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of LANES. Where bfloat16 is multiplied by
-// `pairs`, the cells of many rows are such.
+// Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of two vectors. Where bfloat16 is multiplied by
+// `pairs`, the cells of more than a few rows are such.
 struct Inputs {
   int64_t rows, columns, step;
   bool pairs;
@@ -89,7 +92,8 @@ struct Inputs {
   Space<uint32_t> narrow;
 
   Inputs(int64_t rows, int64_t columns, bool pairs)
-      : rows(rows), columns(columns), step((columns + LANES - 1) / LANES * LANES), pairs(pairs && rows > FEW),
+      : rows(rows), columns(columns), step((columns + 2 * LANES - 1) / (2 * LANES) * 2 * LANES),
+        pairs(pairs && rows > FEW),
         wide(rows * step), narrow(this->pairs ? rows * step / 2 : 0) {
     for (int64_t row = 0; row < rows; ++row) std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);
   }
@@ -112,7 +116,7 @@ struct Inputs {
   }
 
   // Whether lanes are outputs.
-  bool many() const { return rows > FEW; }
+  bool many() const { return rows > (pairs ? FEW_PAIRS : FEW); }
 
   // Numbers are as they stay: products may come.
   void ready(int threads) {
@@ -148,8 +152,10 @@ template <class T> class Product {
   // Those of some blocks.
   void compute(int64_t first, int64_t last, float* memory) const {
     const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
-    if (!x.many()) return compute_few(begin, end);
-    with_cell<T>(x.pairs, [&](auto cell) { compute_many<decltype(cell)>(begin, end, memory); });
+    with_cell<T>(x.pairs, [&](auto cell) {
+      typedef decltype(cell) Cell;
+      x.many() ? compute_many<Cell>(begin, end, memory) : compute_few<Cell>(begin, end);
+    });
   }
 
  private:
@@ -159,33 +165,31 @@ template <class T> class Product {
   T* out;
   int64_t out_step;
 
-  void compute_few(int64_t begin, int64_t end) const {
+  template <class Cell> void compute_few(int64_t begin, int64_t end) const {
     for (int64_t at = begin; at < end; at += SIDE) {
       const T* side[SIDE];
       // Beyond the last row that one is taken again.
       for (int i = 0; i < SIDE; ++i) side[i] = weight + std::min(at + i, end - 1) * step;
       int64_t ahead = at + 2 * SIDE <= end ? SIDE * step : 0;
       for (int64_t row = 0; row < x.rows; ahead = 0) {
-        const int64_t left = x.rows - row;
-        if (left >= 5 && MOST_ROWS == 6)
-          row += left == 5 ? few<5>(row, side, at, end, ahead) : few<6>(row, side, at, end, ahead);
-        else if (left >= 4)
-          row += few<4>(row, side, at, end, ahead);
-        else if (left == 3)
-          row += few<3>(row, side, at, end, ahead);
-        else
-          row += left == 2 ? few<2>(row, side, at, end, ahead) : few<1>(row, side, at, end, ahead);
+        const int64_t left = x.rows - row, parts = (left + MOST_ROWS - 1) / MOST_ROWS;
+        const int64_t now = (left + parts - 1) / parts;
+        few<MOST_ROWS, Cell>(now, row, side, at, end, ahead);
+        row += now;
       }
     }
   }
 
-  template <int R> int few(int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+  // The products of so many rows, R at most.
+  template <int R, class Cell>
+  void few(int64_t rows, int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+    if constexpr (R > 1)
+      if (rows < R) return few<R - 1, Cell>(rows, row, side, at, end, ahead);
     Four total[R];
-    multiply<T, R>(&x.wide[row * x.step], x.step, side, x.columns, ahead, total);
+    multiply<T, R>(x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
     for (int r = 0; r < R; ++r)
       for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
         out[(row + r) * out_step + i] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
-    return R;
   }
 
   template <class Cell> void compute_many(int64_t begin, int64_t end, float* memory) const {

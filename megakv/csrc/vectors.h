@@ -79,8 +79,9 @@ inline Floats load(const Float16* from) {
 // Bytes that memory gives at a time.
 constexpr int64_t LINE_BYTES = 64;
 
-// So many numbers will be read soon.
-template <class T> inline void fetch(const T* from, int64_t count) {
+// So many numbers will be read soon. GCC takes calls of a function that only fetches for such without effects, and leaves
+// them out: it must be part of what calls it.
+template <class T> __attribute__((always_inline)) inline void fetch(const T* from, int64_t count) {
   const char* const end = (const char*)(from + count);
   for (const char* at = (const char*)from; at < end; at += LINE_BYTES) __builtin_prefetch(at, 0, 2);
 }
