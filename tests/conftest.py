@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SEED = "MEGAKV_TEST_SEED"
-POOLS = {"launchers": 2, "benchmarks": 6}
+POOLS = {"launchers": 2, "benchmarks": 4}
 """Pools that files share, and how many tests of each are drawn in all: what real launchers do beside `forked`, and tiny
 runs of benchmarks, which share a harness."""
 # Files that take longest, of ten seconds and more. They begin first: a long one at the end would be waited for alone.

@@ -30,6 +30,8 @@ WARM_UP = 12
 """Tokens of an untimed generation, at most: buffers and caches are filled, and costs are learned."""
 TRIALS = 3
 """Such generations by `auto`, which tries its plans in turns before it settles; others have one."""
+EMPTY_TURNS = 5
+"""Generations from a prompt of one token, for what a step takes beside what is cached."""
 DIGITS = 4
 AGAIN = "again"
 """The best of what `auto` chooses from, in an engine of its own: how far two measurements of the same differ."""
@@ -212,17 +214,29 @@ class CaseBench:
         return row
 
     def _add_forecasts(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Set `forecast_s` in the rows of a case in which the work beside the link is known: a step in memory."""
+        """Set `forecast_s` in the rows of a case whose methods are compared with a step in memory."""
         case = self._case
-        alone = next((statistics.median(row["seconds"]) for row in rows if row["method"] == IN_MEMORY), None)
         # What lies outside a window is not read, and the forecast is of a model without one.
-        if alone is None or case.weights or case.in_memory is not None or case.groups > 1 or case.part == "windows":
+        other = case.weights or case.in_memory is not None or case.groups > 1 or case.part == "windows"
+        if other or IN_MEMORY not in case.methods:
             return
+        alone = self._empty_step()
         for row in rows:
             profile: LayerSpeeds | None = self._known[row["method"]]["profile"]
             if profile is not None and not row["lossy"]:
                 tokens = round(statistics.median(cached for cached, _ in row["split_points"]))
                 row["forecast_s"] = self._forecast(row["method"], profile, tokens, alone / self._layers)
+
+    def _empty_step(self) -> float:
+        """Seconds of an offloaded step that has next to nothing cached: what it takes beside the link and attention."""
+        empty = Decoder(
+            "stream", self._model, replace(self._case, prompt=1), self._shape, chunk_tokens=self._arguments.chunk
+        )
+        try:
+            turns = [[empty.generate(self._ids[:, :1], self._case.new)] for _ in range(EMPTY_TURNS)]
+        finally:
+            empty.close()
+        return statistics.median(step_seconds(turn) for turn in turns)
 
     def _forecast(self, method: str, profile: LayerSpeeds, tokens: int, device_s: float) -> float:
         """What the cost model says of a step before any step has shown anything."""

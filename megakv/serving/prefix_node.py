@@ -85,6 +85,10 @@ class StoredFiles:
         self.nbytes += nbytes
         self.tokens += len(node.tokens)
 
+    def size(self, key: str) -> int:
+        """Bytes of a file; 0 if it is there no more."""
+        return self._files[key].nbytes if key in self._files else 0
+
     def use(self, node: Node) -> None:
         """A node's file, if it has one, was used last."""
         if node.stored is not None:

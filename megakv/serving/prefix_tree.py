@@ -146,11 +146,13 @@ class PrefixTree:
 
     def _write(self, node: Node) -> None:
         """Put all up to a used node on disk that is not there yet, from the first on, while there is room."""
-        room = self._room()
+        # What ranks have yet to be told of waits as well.
+        room = self._room() - sum(self._files.size(each.key) for each in self.commands if isinstance(each, Write))
         for each in node.path():
             if each.stored is not None:
                 continue
-            if room <= 0:
+            # What could not be read is nowhere, though a sequence that has it in its cache may be behind it.
+            if room <= 0 or each.memory is None:
                 break
             assert each.parent is not None
             key, size = secrets.token_hex(12), len(each.tokens)

@@ -276,10 +276,14 @@ def test_memory_that_saving_takes(kind: str, alone: None, tmp_path: Path, reques
     held = fill(caches[0], compressed=kind == "ragged")
     folder = tmp_path / "data"
     folder.mkdir()
-    # The first time also brings in code.
-    write_shard(folder, caches[0], 0, 1)
-    (folder / "cp00000_tp00000.safetensors").unlink()
-    growth = peak_growth(lambda: write_shard(folder, caches[0], 0, 1))
+
+    def save() -> None:
+        (folder / "cp00000_tp00000.safetensors").unlink(missing_ok=True)
+        write_shard(folder, caches[0], 0, 1)
+
+    # The first time also brings in code; what else goes on in the process can only add to it.
+    save()
+    growth = min(peak_growth(save) for _ in range(3))
     # Rows of a disk hold keys and values.
     assert growth <= (2 if kind == "disk" else 1) * LAYER_TENSOR + 4 * MIB < held / 2
     compressed = [list(span) for span in caches[0].compressed]

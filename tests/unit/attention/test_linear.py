@@ -56,7 +56,10 @@ def test_it_is_at_least_as_exact_as_pytorch_s(kernel, dtype, threads, pairs):
         for _ in range(60):
             # Of few rows and of many other loops.
             most_rows = 24 if torch.rand(()) < 0.5 else MOST_ROWS + 1
-            rows, columns, outputs = (int(torch.randint(1, most, ())) for most in (most_rows, 700, 300))
+            most_columns, most_outputs = (700, 300) if torch.rand(()) < 0.9 else (5000, 50)
+            rows, columns, outputs = (
+                int(torch.randint(1, most, ())) for most in (most_rows, most_columns, most_outputs)
+            )
             shape = (1, rows, columns) if rows % 2 else (rows, columns)
             x, weight = torch.randn(shape).to(dtype), random_weight(outputs, columns, dtype)
             bias = torch.randn(outputs).to(dtype) if torch.rand(()) < 0.5 else None

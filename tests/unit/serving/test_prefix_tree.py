@@ -274,6 +274,30 @@ def test_what_the_disk_had_no_time_for_is_written_with_what_follows_it() -> None
     assert described == [(first, (1, 2, 3), None), (second, (4,), first), (third, (6,), second)]
 
 
+def test_nothing_is_written_behind_what_could_not_be_read() -> None:
+    tree, ranks = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES), Ranks()
+    tree.release(tree.insert(tree.root, ids(1, 2, 3), 0, sequence=1)[-1], 0)
+    tree.shrink(0)
+    (node,) = tree.take(ids(1, 2, 3), tree.root, 1)
+    assert tree.fetch([node]) == [node]
+    tree.loaded(node, False)
+    ranks.follow(tree, {1: (1, 2, 3)})
+    # A sequence has its tokens all the same, and goes on.
+    tree.insert(node, ids(4, 5), 1, sequence=2)
+    assert not [command for command in tree.commands if isinstance(command, Write)]
+    assert tree.held["disk"] == 0
+
+
+def test_what_waits_to_be_told_takes_room() -> None:
+    tree = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES, room=lambda: 4 * TOKEN_BYTES)
+    for first in range(3):
+        tree.insert(tree.root, ids(first, 0, 0), 0, sequence=first)
+    assert len([command for command in tree.commands if isinstance(command, Write)]) == 2
+    tree.commands.clear()
+    tree.insert(tree.root, ids(3, 0, 0), 0, sequence=3)
+    assert tree.held["disk"] == 9
+
+
 def test_common() -> None:
     for _ in range(50):
         first, second = (random.choices(range(2), k=random.randint(0, 6)) for _ in range(2))
