@@ -255,17 +255,17 @@ def test_what_the_disk_had_no_time_for_is_written_with_what_follows_it() -> None
     def describe(key: str, tokens: Tokens, behind: StoredPart | None) -> None:
         described.append((key, tuple(tokens), None if behind is None else behind.key))
 
-    room = 0
-    tree, ranks = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES, describe=describe, room=lambda: room), Ranks()
-    caches = {1: (1, 2, 3, 4, 5), 2: (1, 2, 3, 4, 6)}
+    # There is room for the first tokens alone, which are one node, when another sequence begins alike; then for all.
+    room = iter((0, 0, 1, 1 << 10))
+    tree = PrefixTree(0, 1 << 30, token_bytes=TOKEN_BYTES, describe=describe, room=lambda: next(room))
+    ranks, caches = Ranks(), {1: (1, 2, 3, 4, 5), 2: (1, 2, 3, 4, 6)}
     at = tree.root
     for last in (3, 5):
         at = tree.insert(at, ids(*caches[1][at.end : last]), 0, sequence=1)[-1]
     tree.release(at, 1)
     assert tree.held["disk"] == 0
-    # Another begins alike: there is room for its first tokens, which are one node, then for all.
     at = tree.take(ids(*caches[2]), tree.root, 2)[-1]
-    for room, on_disk in ((1, 3), (1 << 10, 5)):
+    for on_disk in (3, 5):
         at = [at, *tree.insert(at, ids(*caches[2][at.end :]), 2, sequence=2)][-1]
         assert tree.held["disk"] == on_disk
     ranks.follow(tree, caches)
