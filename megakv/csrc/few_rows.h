@@ -20,7 +20,7 @@ namespace {
 constexpr int64_t SIDE = 4;
 // Rows of x whose products with them are in registers at a time.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
-// Rows up to which inputs are multiplied in float32 in any case, and beyond which lanes are outputs: of pairs, later.
+// Rows beyond which lanes are outputs, in float32 and in pairs; and up to the first, inputs are never rounded to pairs.
 constexpr int64_t FEW = 6, FEW_PAIRS = 16;
 // Outputs, and cells of each, that are then made at a time.
 constexpr int64_t TILE_OUTPUTS = 2 * LANES;

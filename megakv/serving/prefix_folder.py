@@ -37,7 +37,7 @@ NAME = re.compile(r"([0-9a-f]{24})(\.\d+-\d+\.safetensors|\.json)(\.new)?")
 MOST_RANKS = 1 << 16
 MOST_RECORD_BYTES = 1 << 26
 MOST_WAITING = 1 << 30
-"""Bytes of this rank that may wait to be written; what comes then is not written before the disk is."""
+"""Bytes of this rank that may wait to be written; what comes then is written once it is used again."""
 READERS = 2
 
 

@@ -127,8 +127,7 @@ class PrefixTree:
     def insert(self, node: Node, tokens: Tokens, now: float, *, sequence: int) -> list[Node]:
         """Keep tokens behind `node` that a sequence has in its cache, and use them for it; returns their nodes.
 
-        Those that are there already are not kept again. On disk, too, comes what is not there yet: there, nothing lies
-        behind what is missing.
+        Those that are there already are not kept again. What of them, and before them, is not on disk yet is written.
         """
         path = self._whole(tokens, node)
         at = path[-1] if path else node
