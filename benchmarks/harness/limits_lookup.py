@@ -15,7 +15,7 @@ QUESTIONS = (
 PLACES: dict[str, dict[str, Any]] = {
     "memory": {},
     "link": {"enabled": True, "host_gb": 2.0, "method": "stream"},
-    "link, auto": {"enabled": True, "host_gb": 2.0, "method": "auto"},
+    "link_auto": {"enabled": True, "host_gb": 2.0, "method": "auto"},
 }
 """Where keys and values lie: sections ``offload``, but for the speed of the emulated link."""
 FREE_OF_REPEATS = {"no_repeat_ngram_size": 2}
