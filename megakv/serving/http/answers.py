@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from megakv.serving.http.call import Call
-from megakv.serving.http.channel import Channel
+from megakv.serving.http.channel import Bell, Channel
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.text import Detokenizer, StopStrings
@@ -64,9 +64,9 @@ class Answers:
     The first answer to each prompt is asked for at once, the others when the prompt was read: they find it kept.
     """
 
-    def __init__(self, loop: ServingLoop, served: ServedModel, call: Call, timed: Timed):
+    def __init__(self, loop: ServingLoop, served: ServedModel, call: Call, timed: Timed, bell: Bell):
         self._loop, self._call, self._timed = loop, call, timed
-        self._channel = Channel()
+        self._channel = Channel(bell)
         self._began = time.monotonic()
         self.usage = Usage(sum(map(len, call.prompts)))
         name = uuid.uuid4().hex

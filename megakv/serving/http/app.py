@@ -14,6 +14,7 @@ from pydantic_core import to_json
 from megakv.serving.form import Form
 from megakv.serving.http.answers import Answers
 from megakv.serving.http.call import Call, make_call, read_generation_config
+from megakv.serving.http.channel import Bell
 from megakv.serving.http.chat import ChatAnswer
 from megakv.serving.http.completions import CompletionAnswer, prompts_of
 from megakv.serving.http.conversations import Conversations, Turn
@@ -44,6 +45,8 @@ class Service:
     def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, metrics: Metrics):
         self._loop, self._served, self._settings, self._metrics = loop, served, settings, metrics
         self._conversations = Conversations()
+        # It is the event loop's, which is there with the first call.
+        self._bell: Bell | None = None
         self._page = Page()
         self.draining = False
 
@@ -245,7 +248,8 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._served.workers, work, *values)
 
     def _answers(self, call: Call) -> Answers:
-        return Answers(self._loop, self._served, call, self._metrics.timed)
+        self._bell = self._bell or Bell()
+        return Answers(self._loop, self._served, call, self._metrics.timed, self._bell)
 
     async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
         if body.stream:

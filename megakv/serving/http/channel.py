@@ -13,16 +13,43 @@ MOST_EVENTS = 4096
 """Of one call that wait for a client that does not read; then it is taken to be gone."""
 
 
+class Bell:
+    """Wakes the event loop that makes it: once, a system call, for all that is to be set until it comes to look.
+
+    A token of every stream comes at once, and the thread that computes is the one that rings.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._loop = Lock(), asyncio.get_running_loop()
+        self._waiting: list[asyncio.Event] = []
+
+    def ring(self, event: asyncio.Event) -> None:
+        """Have an event set by the loop's thread."""
+        with self._lock:
+            self._waiting.append(event)
+            first = len(self._waiting) == 1
+        if first:
+            # After the server's end nobody listens.
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._look)
+
+    def _look(self) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, []
+        for event in waiting:
+            event.set()
+
+
 class Channel:
     """Events of the answers to one call, each with the number of its answer.
 
-    It belongs to the event loop that makes it; `put` is for any thread, and returns at once.
+    It belongs to the bell's event loop; `put` is for any thread, and returns at once.
     """
 
-    def __init__(self, most: int = MOST_EVENTS) -> None:
+    def __init__(self, bell: Bell, most: int = MOST_EVENTS) -> None:
         self._most = most
         self._events: deque[tuple[int, Event]] = deque()
-        self._lock, self._loop = Lock(), asyncio.get_running_loop()
+        self._lock, self._bell = Lock(), bell
         self._ready = asyncio.Event()
         self._closed = False
 
@@ -40,9 +67,7 @@ class Channel:
             self._events.append((index, event))
             first = len(self._events) == 1
         if first:
-            # After the server's end nobody listens.
-            with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._ready.set)
+            self._bell.ring(self._ready)
 
     async def take(self, seconds: float) -> list[tuple[int, Event]]:
         """All events that have come, once there are any; none where none came for so long."""

@@ -56,7 +56,8 @@ class Guard:
             nonlocal started
             started = True
             # One who reads nothing holds memory; what waits for the loop is bounded elsewhere.
-            await asyncio.wait_for(send(message), self.settings.stall_s)
+            async with asyncio.timeout(self.settings.stall_s):
+                await send(message)
 
         try:
             await self.app(scope, self._bounded(receive, taken), bounded_send)
