@@ -27,7 +27,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.sliced import worth_bytes
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
-from megakv.distributed.layouts import balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.distributed.layouts import balanced, by_sequence, contiguous, on_last_rank, replicated, round_robin
 from megakv.distributed.sharding import Layout, TokenBlock
 from megakv.forward_pass import ForwardPass
 from megakv.runahead.config import RunaheadConfig
@@ -115,6 +115,13 @@ class PassPlanner:
         held = cache.table.counts() if cache.length else None
         if self.decodes(workload, proposed):
             return self._decode_layout(new, workload, held)
+        layout: Layout | None = None
+        if self.config.prefill == "auto" and cache.outlives and not self.gathers:
+            # Short prompts of several requests: each is one rank's where that leaves no rank behind.
+            layout = by_sequence(new, size, held)
+            if layout.apart:
+                self.choice = PrefillChoice("local")
+                return layout, "local"
         if self.divided and cache.length:
             self.choice = PrefillChoice("pass_q")
         else:
@@ -133,7 +140,7 @@ class PassPlanner:
             self.choice = self._agreement.decide(decide) if measured else decide()
         partitions, method = self.choice.partitions, self.choice.method
         if partitions is None:
-            return balanced(new, size, held), method
+            return layout or balanced(new, size, held), method
         return contiguous(new, partitions, gathered=method == "runahead" and self.gathers), method
 
     def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:

@@ -37,16 +37,31 @@ class BrokenError(RuntimeError):
 
 
 class Interleaving:
-    """Sequences of an engine; all ranks with one seed do the same. `folder` is where spans are saved and read back."""
+    """Sequences of an engine; all ranks with one seed do the same. `folder` is where spans are saved and read back.
 
-    def __init__(self, engine: Any, plain: Any, seed: int, folder: Path, sequences: int = 5, length: int = 70):
+    The first ones may begin `together`: as many, with as many tokens each, as leave no rank behind.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        plain: Any,
+        seed: int,
+        folder: Path,
+        sequences: int = 5,
+        length: int = 70,
+        *,
+        together: bool = False,
+    ):
         self.engine, self.folder, self.random = engine, folder, np.random.default_rng(seed)
+        self._together = together
         vocabulary = plain.config.get_text_config().vocab_size
         document = self.random.integers(3, vocabulary, size=length).tolist()
         self.rows, self.worst, self.within = [], 0.0, 0
+        least = 8 if together else 2
         for _ in range(sequences):
             common = int(self.random.integers(0, length + 1))
-            tokens = document[:common] + self.random.integers(3, vocabulary, self.random.integers(2, 40)).tolist()
+            tokens = document[:common] + self.random.integers(3, vocabulary, self.random.integers(least, 40)).tolist()
             with torch.no_grad():
                 expected = plain(torch.tensor([tokens])).logits[0].float()
             self.rows.append(Row(tokens, common, expected))
@@ -54,6 +69,12 @@ class Interleaving:
     def run(self) -> None:
         """Passes until all is read, of which one fails."""
         failing, passes = int(self.random.integers(1, 6)), 0
+        if self._together:
+            size = self.engine.mesh.cp_size
+            first = self.rows[: len(self.rows) // size * size]
+            for row in first:
+                row.cache = self.engine.new_cache(forgets=False)
+            self._extend(first, [min(row.left for row in first)] * len(first), self._pauses(first))
         while ready := [row for row in self.rows if row.left]:
             chosen = [row for row in ready if self.random.random() < 0.7] or ready[:1]
             single = self.random.random() < 0.4

@@ -31,7 +31,7 @@ class Sliced(Replicated):
 
 
 class Local:
-    """Each rank attends to its own keys and values, without communication: all tokens of a pass lie on one rank."""
+    """Each rank attends to its own keys and values, without communication: those of a sequence lie on one rank."""
 
     def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
         with call.comm.ledger.compute("attention", call.layer):

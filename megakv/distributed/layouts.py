@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, chunk_bounds
+
+SHORT = 256
+"""Tokens of a sequence that may be one rank's."""
+UNEVEN_SHARE = 16
+"""One part in so many of all tokens may one rank have more of such than another."""
 
 
 def _select(new: TokenBlock, owner: IntArray, size: int) -> tuple[TokenBlock, ...]:
@@ -36,10 +42,13 @@ def balanced_tokens(lengths: Sequence[int], size: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def balanced(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
+def balanced(
+    new: TokenBlock, size: int, held: IntArray | None = None, whole: Mapping[int, int] = MappingProxyType({})
+) -> Layout:
     """Load-balanced shards (context parallelism, Section 3.5.1): 2N chunks, a rank takes chunks i and 2N-1-i.
 
-    Every sequence is balanced by itself; `held` are the ``[N, B]`` tokens that each rank holds already.
+    Every sequence is balanced by itself, but for those that are a rank's as a `whole`; `held` are the ``[N, B]`` tokens
+    that each rank holds already.
     """
     if size == 1:
         return Layout((new,), (new,))
@@ -47,9 +56,35 @@ def balanced(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout
     owner = np.empty(len(new), dtype=np.int64)
     for sequence in range(new.batch):
         run = new.run(sequence)
-        owner[run] = np.repeat(*_chunk_owners(run.stop - run.start, size, held[:, sequence]))
+        if sequence in whole:
+            owner[run] = whole[sequence]
+        else:
+            owner[run] = np.repeat(*_chunk_owners(run.stop - run.start, size, held[:, sequence]))
     shards = _select(new, owner, size)
     return Layout(shards, shards)
+
+
+def by_sequence(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
+    """Short new sequences on one rank each, as far as ranks get about as many tokens; the others as in `balanced`.
+
+    Attention within such a one is a single piece, and asks nothing of other ranks.
+    """
+    lengths = np.diff(new.bounds)
+    short = (0 < lengths) & (lengths <= SHORT)
+    if held is not None:
+        short &= held.sum(0) == 0
+    tokens, whole = [0] * size, [dict[int, int]() for _ in range(size)]
+    for sequence in sorted(np.flatnonzero(short).tolist(), key=lambda each: -lengths[each]):
+        rank = tokens.index(min(tokens))
+        whole[rank][sequence] = rank
+        tokens[rank] += int(lengths[sequence])
+    while max(tokens) - min(tokens) > len(new) // UNEVEN_SHARE:
+        # The shortest of the rank that has most is divided.
+        most = tokens.index(max(tokens))
+        sequence, _ = whole[most].popitem()
+        tokens[most] -= int(lengths[sequence])
+    layout = balanced(new, size, held, {key: rank for each in whole for key, rank in each.items()})
+    return replace(layout, apart=sum(tokens) == len(new))
 
 
 def contiguous(new: TokenBlock, partitions: Sequence[Sequence[int]], *, gathered: bool = False) -> Layout:
@@ -85,10 +120,14 @@ def round_robin(new: TokenBlock, size: int, held: IntArray | None = None) -> Lay
     row, so that the tokens of one step spread over the ranks.
     """
     counts = np.zeros((size, new.batch), dtype=np.int64) if held is None else held.copy()
-    owner = np.empty(len(new), dtype=np.int64)
-    for index, (sequence, slot) in enumerate(zip(new.sequence, new.slot, strict=True)):
-        first = int(sequence + slot) % size
-        owner[index] = rank = (first + int(np.argmin(np.roll(counts[:, sequence], -first)))) % size
+    owner, place = np.empty(len(new), dtype=np.int64), np.arange(len(new)) - new.bounds[new.sequence]
+    for turn in range(int(place.max(initial=-1)) + 1):
+        # One token of every sequence that has so many.
+        rows = np.flatnonzero(place == turn)
+        sequence = new.sequence[rows]
+        ranks = (sequence + new.slot[rows] + np.arange(size)[:, None]) % size
+        fewest = counts[ranks, sequence].argmin(0)
+        owner[rows] = rank = ranks[fewest, np.arange(len(rows))]
         counts[rank, sequence] += 1
     shards = _select(new, owner, size)
     return Layout(shards, shards)

@@ -67,11 +67,6 @@ class TokenBlock:
         """The tokens selected by a mask or by ascending indices."""
         return TokenBlock(self.sequence[keep], self.slot[keep], self.position[keep], self.batch)
 
-    def of(self, sequence: int) -> TokenBlock:
-        """Those of one sequence, as of a batch of one."""
-        run = self.run(sequence)
-        return TokenBlock(np.zeros_like(self.slot[run]), self.slot[run], self.position[run], 1)
-
     def without_last(self, counts: IntArray) -> TokenBlock:
         """The tokens but for so many of the last ones of each sequence: ``[B]``."""
         return self.take(np.arange(len(self)) < np.repeat(self.bounds[1:] - counts, np.diff(self.bounds)))
@@ -89,6 +84,8 @@ class Layout:
     """Whether every rank computes every token."""
     gathered: bool = False
     """Whether the last rank keeps what other ranks compute: the method must bring it there."""
+    apart: bool = False
+    """Whether no sequence, with all that is cached of it, is on several ranks."""
     wanted: tuple[IntArray, ...] | None = None
     """Per rank, the rows of its tokens whose results the last layer is asked for; None for all of them."""
 
@@ -124,15 +121,6 @@ class Layout:
             return None
         width = 1 + int(self.tokens[rank].slot.max(initial=0))
         return np.searchsorted(self.tokens[rank].keys(width), self.stored[rank].keys(width))
-
-    def of(self, sequence: int) -> Layout:
-        """That of one sequence alone."""
-        return replace(
-            self,
-            tokens=tuple(block.of(sequence) for block in self.tokens),
-            stored=tuple(block.of(sequence) for block in self.stored),
-            wanted=None,
-        )
 
     def narrowed(self, wanted: TokenBlock) -> Layout:
         """The same with a last layer that computes no more than these tokens."""
@@ -192,13 +180,17 @@ class TokenTable:
         self.prompts: IntArray = np.arange(batch) * (batch if prompts is None else prompts) // max(1, batch)
         self._columns = [[TokenColumn(2) for _ in range(batch)] for _ in range(size)]
         self._tokens: tuple[TokenBlock, ...] | None = None
+        # Those that this one is of.
+        self._parts: Sequence[TokenTable] = ()
 
     def extend(self, layout: Layout) -> None:
-        self._tokens = None
+        for table in (self, *self._parts):
+            table._tokens = None
         for row, block in zip(self._columns, layout.stored, strict=True):
-            both = np.stack([block.slot, block.position])
-            for sequence, column in enumerate(row):
-                column.extend(both[:, block.run(sequence)])
+            both, bounds = np.stack([block.slot, block.position]), block.bounds.tolist()
+            for column, first, last in zip(row, bounds, bounds[1:], strict=False):
+                if first < last:
+                    column.extend(both[:, first:last])
 
     def coordinates(self, rank: int, sequence: int) -> tuple[IntArray, IntArray]:
         """Slots and positions of what a rank holds of a sequence."""
@@ -289,8 +281,9 @@ class TokenTable:
 
     @classmethod
     def joined(cls, tables: Sequence[TokenTable]) -> TokenTable:
-        """The sequences of several tables, behind one another, as long as no tokens come."""
+        """The sequences of several tables, behind one another; tokens that come by `extend` are theirs, too."""
         twin = cls(tables[0].size, sum(table.batch for table in tables))
+        twin._parts = tables
         twin._columns = [[column for table in tables for column in table._columns[rank]] for rank in range(twin.size)]
         return twin
 

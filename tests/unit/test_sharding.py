@@ -5,7 +5,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from megakv.distributed.layouts import balanced, contiguous, on_last_rank, replicated, round_robin
+from megakv.distributed.layouts import (
+    SHORT,
+    UNEVEN_SHARE,
+    balanced,
+    by_sequence,
+    contiguous,
+    on_last_rank,
+    replicated,
+    round_robin,
+)
 from megakv.distributed.sharding import Layout, TokenBlock, chunk_bounds, new_tokens, pieces
 
 
@@ -70,6 +79,41 @@ def test_turns_and_decoding_keep_ranks_within_one_token() -> None:
 def test_one_step_of_decoding_spreads_over_ranks() -> None:
     layout = round_robin(block([1] * 8, 100), 4, np.full((4, 8), 25, dtype=np.int64))
     assert [len(b) for b in layout.tokens] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_short_prompts_of_others_are_whole_where_no_rank_is_left_behind(size: int) -> None:
+    rng = np.random.default_rng()
+    for _ in range(50):
+        lengths = rng.choice([0, 1, 2, 5, 60, 64, 256, 257, 1000], size=rng.integers(1, 12)).tolist()
+        held = rng.integers(0, 2, (size, len(lengths))) * rng.integers(0, 50, len(lengths))
+        new = block(lengths, int(held.max(initial=0)) * size)
+        layout = by_sequence(new, size, held)
+        check_cover(new, layout)
+        counts = np.array([[(b.sequence == row).sum() for row in range(new.batch)] for b in layout.stored])
+        whole = (np.count_nonzero(counts, axis=0) == 1) & (np.array(lengths) > 1)
+        if size > 1:
+            assert not whole[(np.array(lengths) > SHORT) | held.any(0) & (np.array(lengths) >= 2 * size)].any()
+        tokens = counts.sum(1)
+        # Those that are divided differ by one token each.
+        assert tokens.max() - tokens.min() <= len(new) // UNEVEN_SHARE + len(lengths)
+        assert not layout.apart or (whole | (np.array(lengths) <= 1)).all()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "tokens", "apart"),
+    [
+        ([64] * 16, 2, [512, 512], True),
+        ([64] * 3, 2, [96, 96], False),
+        ([100, 60, 40], 2, [100, 100], True),
+        ([64], 2, [32, 32], False),
+        ([30, 29, 31], 3, [31, 30, 29], True),
+        ([300, 300], 2, [300, 300], False),
+    ],
+)
+def test_which_prompts_are_whole(lengths: list[int], size: int, tokens: list[int], apart: bool) -> None:
+    layout = by_sequence(block(lengths), size)
+    assert [len(b) for b in layout.tokens] == tokens and layout.apart == apart
 
 
 def test_contiguous_uneven() -> None:

@@ -1,7 +1,7 @@
 """Started on every rank: joined passes of families and settings against plain transformers, one result for each.
 
 Usage: joint_passes.py PLAN.json OUT.json WORK_DIR. A plan is a list of runs: `family`, `mesh` as CPxTP, the engine's
-section ``megakv`` and the `seed` of its sequences.
+section ``megakv``, the `seed` of its sequences, and whether some begin `together`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(folder: Path, plan: dict[str, Any]) -> dict[str, Any]:
             str(folder), {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
         )
     with engine:
-        rows = Interleaving(engine, plain, plan["seed"], folder)
+        rows = Interleaving(engine, plain, plan["seed"], folder, together=plan["together"])
         rows.run()
         worst = engine._comm.gather_objects(rows.worst)
         methods = {stage: sorted(used) for stage, used in engine._comm.ledger.methods.items()}
