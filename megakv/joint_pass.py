@@ -95,8 +95,14 @@ def own_input(
 
 def _checked(tokens: Sequence[Tokens], vocabulary: int) -> list[np.ndarray]:
     rows = [np.asarray(each.cpu() if isinstance(each, Tensor) else each) for each in tokens]
+    whole = [row.ndim == 1 and row.size > 0 and row.dtype.kind in "iu" for row in rows]
+    if all(whole) and _in_vocabulary(np.concatenate(rows), vocabulary):
+        return rows
     for index, row in enumerate(rows):
-        whole = row.ndim == 1 and row.size and row.dtype.kind in "iu"
-        if not whole or row.min() < 0 or row.max() >= vocabulary:
+        if not whole[index] or not _in_vocabulary(row, vocabulary):
             raise ValueError(f"tokens[{index}] must be one or more token ids below {vocabulary}, in one dimension")
     return rows
+
+
+def _in_vocabulary(ids: np.ndarray, vocabulary: int) -> bool:
+    return bool(ids.min() >= 0 and ids.max() < vocabulary)

@@ -27,6 +27,7 @@ from megakv.distributed.ledger import Ledger
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 from megakv.library import TYPES, load
 
+RUN_WORDS = len(Run._fields)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -77,7 +78,7 @@ class RowTable:
 
     def add(self, sequence: int, rows: int) -> None:
         """So many more rows lie behind the last one of a sequence."""
-        self._words[self._bounds[sequence + 1] * len(Run._fields) - len(Run._fields) + 2] += rows
+        self._words[self._bounds[sequence + 1] * RUN_WORDS - RUN_WORDS + 2] += rows
 
 
 class RowStore(Protocol):

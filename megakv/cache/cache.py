@@ -86,6 +86,11 @@ class ShardedCache(TransformersCache):
         what is cached is attended to by the rank that holds it, and nowhere else; `turn` whether the pass belongs to a
         turn that may be compressed.
         """
+        self.prepare(batch, prompts)
+        self.table.extend(layout)
+
+    def prepare(self, batch: int, prompts: int | None = None) -> None:
+        """The same before any token is registered."""
         if self.length == 0:
             self.table = TokenTable(self.size, batch, prompts)
             self.compressed = [[] for _ in range(batch)]
@@ -97,7 +102,6 @@ class ShardedCache(TransformersCache):
                 f"input_ids has {batch} rows but the cache holds {self.table.batch} sequences; "
                 "start a new session or pass as many rows"
             )
-        self.table.extend(layout)
 
     def evicts(self, slots: int) -> None:
         """The pass that has begun, and ends at a slot, compresses sequences again: there is no way back once it has."""
@@ -131,7 +135,7 @@ class ShardedCache(TransformersCache):
             self._notes[layer] = notes
         self._new_notes.clear()
         # What comes of a turn may be compressed together with what came.
-        for layer in range(len(self._stores)):
+        for layer in range(len(self._stores) if self.forgets else 0):
             self._leave_behind(layer, slots - proposed if compressed or first is None else first)
 
     def attended(self, layer: int, slots: int) -> None:
@@ -139,14 +143,14 @@ class ShardedCache(TransformersCache):
 
         Where nothing was cached before, no more than the window stays at once: if the pass fails, nothing is cached.
         """
-        if self.length == 0:
+        if self.length == 0 and self.forgets:
             self._leave_behind(layer, slots)
 
     def _leave_behind(self, layer: int, slots: int) -> None:
         """Forget what the window of later queries leaves out, of the tokens before a slot."""
         window, store = self.windows[layer], self._stores[layer]
         first = first_held(window, slots, self.gone[layer])
-        if not self.forgets or window is None or store is None or first == self.gone[layer]:
+        if window is None or store is None or first == self.gone[layer]:
             return
         self.gone[layer], self.reach = first, max(self.reach, first + window - 1)
         for sequence in range(self.table.batch):

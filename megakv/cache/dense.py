@@ -55,6 +55,14 @@ class DenseStore(KVStore):
             held.expect(rows)
 
     def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        if len(new) == 1 and (table := self._table) is not None and table.dtype == k_KLD.dtype:
+            # Of many sequences in one pass each has a store of its own, in every layer.
+            held, rows = self._held[0], new[0]
+            if not rows:
+                return table
+            if held is not None and held.take_places(rows):
+                table.add(0, rows)
+                return table
         if self._table is not None:
             if self._table.dtype != k_KLD.dtype:
                 return None

@@ -86,6 +86,8 @@ class JoinedCache(ShardedCache):
         super().__init__(len(first), size=first.size, rank=first.rank)
         self.members = members
         self._ends: list[int] = []
+        # Layers of the pass so far.
+        self._attended: list[int] = []
         self._join()
 
     def _join(self) -> None:
@@ -104,9 +106,11 @@ class JoinedCache(ShardedCache):
         pasts = self.pasts(batch)
         counts = np.sum([np.diff(block.bounds) for block in layout.stored], axis=0)
         self._ends = (pasts + counts).tolist()
-        for sequence, member in enumerate(self.members):
-            member.begin(layout.of(sequence), 1, stays=stays, turn=turn)
+        for member in self.members:
+            member.prepare(1)
         self.table = TokenTable.joined([member.table for member in self.members])
+        self.table.extend(layout)
+        self._attended.clear()
         self._stores = [None] * len(self._stores)
 
     def store(self, layer: int) -> KVStore:
@@ -116,14 +120,18 @@ class JoinedCache(ShardedCache):
         return store
 
     def attended(self, layer: int, slots: int) -> None:
+        self._attended.append(layer)
         for member, end in zip(self.members, self._ends, strict=True):
-            member.windows[layer] = self.windows[layer]
-            member.attended(layer, end)
+            if member.forgets:
+                member.windows[layer] = self.windows[layer]
+                member.attended(layer, end)
 
     def commit(
         self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None, proposed: int = 0
     ) -> None:
         for member, end in zip(self.members, self._ends, strict=True):
+            for layer in self._attended:
+                member.windows[layer] = self.windows[layer]
             member.commit(end)
         self._join()
 

@@ -27,17 +27,13 @@ TINY_ROWS = 128
 class _Buffer:
     """Memory of a tail, filled from the front. Whoever holds all rows that were written may write the next ones."""
 
-    __slots__ = ("keys", "shared", "values", "written")
+    __slots__ = ("capacity", "keys", "shared", "values", "written")
 
     def __init__(self, keys: Tensor, values: Tensor, written: int = 0):
-        self.keys, self.values = keys, values
+        self.keys, self.values, self.capacity = keys, values, keys.shape[1]
         self.written = written
         # So many leading rows others may hold, too: they are never written again.
         self.shared = 0
-
-    @property
-    def capacity(self) -> int:
-        return self.keys.shape[1]
 
     def rows(self, first: int, last: int) -> Pair:
         return self.keys[:, first:last], self.values[:, first:last]
@@ -80,7 +76,7 @@ class SegmentedRows:
     def take_places(self, rows: int) -> bool:
         """Whether there are places right behind the last row for so many more, which then count as present."""
         before, tail = self.length - self._first, self._tail
-        if self._held <= 0 or before != tail.written or before + rows > tail.capacity:
+        if before <= 0 or self.length <= self.gone or before != tail.written or before + rows > tail.capacity:
             return False
         self.length += rows
         tail.written += rows

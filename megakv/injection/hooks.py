@@ -290,7 +290,7 @@ class ForwardHooks:
         everywhere = step.gathered_logits is logits
         mine = logits[0, : len(step.local)] if self._keeps_logits else logits[0, upload(step.local, device)]
         shape = step.batch, wanted.columns, logits.shape[-1]
-        shared = logits.new_zeros(shape)
+        shared: Tensor | None = None
         for owner in range(1 if step.layout.replicated else step.layout.size):
             rows, _ = step.wanted_of(owner)
             if not len(rows):
@@ -303,5 +303,7 @@ class ForwardHooks:
                 # All of them, in their order.
                 shared = piece.view(shape)
                 break
+            shared = logits.new_zeros(shape) if shared is None else shared
             shared[upload(wanted.sequence[rows], device), upload(wanted.column[rows], device)] = piece
+        shared = logits.new_zeros(shape) if shared is None else shared
         return shared if wanted.picked is None else shared[:, upload(wanted.picked, device)]
