@@ -23,8 +23,8 @@ LEAST_CHUNK = 16
 """New prompt tokens that a pass has in any case, however long it takes."""
 GAP_SHARE = 0.95
 """Part of the gap that a pass is planned to take: planning and handing out tokens take some, too."""
-WELL_FILLED = 0.92
-"""Part of the time between two pauses that whole parts of layers should take."""
+CHOICES = 32
+"""Of how many numbers of tokens the best is taken, for parts of layers to fill the time between pauses."""
 LATEST = 3
 """Passes with pauses that say by how much the next one will exceed what is predicted: each has more behind it."""
 MOST_EXCESS = 2.0
@@ -176,22 +176,13 @@ class Scheduler:
             self._ended = not waited_s
             return first if waited_s else self._beside(ending, decoding)
         self._ended = False
-        seconds = self._times.seconds(_size(PassSize(), readers, most))
-        slices, left = seconds / planned_s, sum(reader.left for reader in readers)
-        if slices > 1 and (parts := int(2 * self._layers / slices)) * slices < WELL_FILLED * 2 * self._layers:
-            # One part of a layer more in a slice, of fewer tokens, makes for fewer pauses; but whatever it reads, each
-            # further pass takes some time.
-            fewer = self._chunks(readers, order, PassSize(), 2 * self._layers * planned_s / (parts + 1))
-            passes = [math.ceil(left / sum(chunks)) for chunks in (fewer, most)]
-            pauses = left / sum(most) * (2 * self._layers / max(parts, 1) - slices)
-            start_s, pause_s = self._times.seconds(PassSize(prompt_tokens=1)), self._times.seconds(decoding)
-            if pauses * pause_s > (passes[0] - passes[1]) * start_s:
-                most, seconds = fewer, self._times.seconds(_size(PassSize(), readers, fewer))
-        stops = self._slices.begin(sum(most), seconds * exceeds, slice_s - waited_s)
+        chunks = self._filling(readers, order, sum(most), slice_s, decoding)
+        seconds = self._times.seconds(_size(PassSize(), readers, chunks))
+        stops = self._slices.begin(sum(chunks), seconds * exceeds, slice_s - waited_s)
         if stops is None and waited_s:
             return first
         self._waited_s = waited_s
-        return Choice(most, decodes=False, stops=stops or 0)
+        return Choice(chunks, decodes=False, stops=stops or 0)
 
     def within(self, readers: Sequence[Reader], decoding: PassSize, parts: Sequence[float] | None) -> Choice:
         """The next pass within one that pauses: streams come first, then prompts once, then the rest of what decoding
@@ -232,6 +223,30 @@ class Scheduler:
         """How much of its prompt one reads in a pass of its own: within a gap, if there are `others`."""
         seconds = self._gap if others else math.inf
         return self._chunks([reader], [0], PassSize(), seconds)[0]
+
+    def _filling(
+        self, readers: Sequence[Reader], order: Sequence[int], most: int, slice_s: float, decoding: PassSize
+    ) -> list[int]:
+        """What a pass that pauses reads, at most so many tokens, for all to be read soonest.
+
+        Whole parts of layers fill the time between pauses more or less well, by how many tokens they are of. Fewer may
+        make for fewer pauses; but whatever it reads, each further pass takes some time.
+        """
+        if not decoding.sequences:
+            # As many in every pass.
+            left = sum(reader.left for reader in readers)
+            return allot(readers, order, math.ceil(left / math.ceil(left / most)))
+        pause_s, exceeds = self._times.seconds(decoding), max(self._exceeds, default=1.0)
+        start_s = max(2 * self._times.seconds(PassSize(most)) - self._times.seconds(PassSize(2 * most)), 0.0)
+
+        def wasted(tokens: int) -> float:
+            """Seconds for each token in which none is read."""
+            size = _size(PassSize(), readers, allot(readers, order, tokens))
+            pauses = self._slices.pauses(tokens, self._times.seconds(size) * exceeds, slice_s)
+            return (start_s + pauses * pause_s) / tokens
+
+        choices = {max(most * part // CHOICES, LEAST_CHUNK) for part in range(CHOICES // 4, CHOICES + 1)}
+        return allot(readers, order, min(choices, key=wasted))
 
     def _slice(self, decoding: PassSize) -> float:
         """Seconds from one pause to the next that leave time for a token of each stream."""

@@ -15,7 +15,7 @@ class ServingSettings:
     """Longest time between two tokens of a stream while other prompts are read: it bounds a pass."""
     decode_share: float = 0.0
     """Part of the time that decoding keeps while prompts are read; at 0.5 streams keep half their rate."""
-    chunk_tokens: int = 1024
+    chunk_tokens: int = 2048
     """Most prompt tokens in a pass."""
     max_sequences: int = 64
     """Requests that run at a time."""

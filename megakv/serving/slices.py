@@ -23,12 +23,27 @@ class Slices:
         """The stop at which a pass of so many tokens, which is to take so long in all, pauses first; None where none
         comes within that time.
         """
+        self._first, self._parts = self._expected(tokens, seconds)
+        self._tokens, self._at = tokens, -1
+        return self.ahead(slice_s) - 1 if self._first <= slice_s else None
+
+    def pauses(self, tokens: int, seconds: float, slice_s: float) -> float:
+        """How many such a pass would have, and which part of the next one's time then has gone by."""
+        first, parts = self._expected(tokens, seconds)
+        count, reached = 0, 0.0
+        for stop in range(self._stops + 1):
+            part = parts[stop % 2] if stop else first
+            if reached and reached + part > slice_s:
+                count, reached = count + 1, 0.0
+            reached += part
+        return count + min(reached / slice_s, 1.0)
+
+    def _expected(self, tokens: int, seconds: float) -> tuple[float, list[float]]:
+        """How long the first part of such a pass will take, and those of each kind."""
         each = 2 * seconds / self._stops
         grown = tokens / self._tokens if self._tokens else 0.0
         dense = min(self._parts[0] * grown, 0.9 * each) if grown else each / 2
-        self._first = self._first * grown if grown else dense / 2
-        self._parts, self._tokens, self._at = [dense, each - dense], tokens, -1
-        return self.ahead(slice_s) - 1 if self._first <= slice_s else None
+        return self._first * grown if grown else dense / 2, [dense, each - dense]
 
     def went(self, parts: Sequence[float]) -> None:
         """So long the latest parts took."""

@@ -107,7 +107,7 @@ def test_prompts_and_streams_share_no_pass_where_that_takes_longer(share: float,
 def test_nothing_is_owed_to_streams_that_were_not_there() -> None:
     """A long prompt is read alone; then somebody streams, and prompts go on being read."""
     simulation = Simulation(ServingSettings(max_gap_s=0.5, decode_share=0.5), machine=Machine(each=0.3, token=1e-5))
-    simulation.submit("long", tokens(30_000), 1)
+    simulation.submit("long", tokens(90_000), 1)
     for _ in range(20):
         simulation.step()
     stream, other = simulation.submit("stream", tokens(5), 1000), simulation.submit("other", tokens(400), 1)
