@@ -11,9 +11,9 @@ import numpy as np
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, chunk_bounds
 
 SHORT = 256
-"""Tokens of a sequence that may be one rank's."""
+"""Tokens of a sequence that may be one rank's: by as many may ranks differ in what they hold of it."""
 UNEVEN_SHARE = 16
-"""One part in so many of all tokens may one rank have more of such than another."""
+"""One part in so many of a rank's tokens may one have more of such than another."""
 
 
 def _select(new: TokenBlock, owner: IntArray, size: int) -> tuple[TokenBlock, ...]:
@@ -65,7 +65,8 @@ def balanced(
 
 
 def by_sequence(new: TokenBlock, size: int, held: IntArray | None = None) -> Layout:
-    """Short new sequences on one rank each, as far as ranks get about as many tokens; the others as in `balanced`.
+    """What is short of sequences of which nothing is cached on one rank each, as far as ranks get about as many tokens;
+    the others as in `balanced`.
 
     Attention within such a one is a single piece, and asks nothing of other ranks.
     """
@@ -78,7 +79,7 @@ def by_sequence(new: TokenBlock, size: int, held: IntArray | None = None) -> Lay
         rank = tokens.index(min(tokens))
         whole[rank][sequence] = rank
         tokens[rank] += int(lengths[sequence])
-    while max(tokens) - min(tokens) > len(new) // UNEVEN_SHARE:
+    while max(tokens) - min(tokens) > len(new) // (size * UNEVEN_SHARE):
         # The shortest of the rank that has most is divided.
         most = tokens.index(max(tokens))
         sequence, _ = whole[most].popitem()

@@ -232,18 +232,18 @@ class Scheduler:
         Whole parts of layers fill the time between pauses more or less well, by how many tokens they are of. Fewer may
         make for fewer pauses; but whatever it reads, each further pass takes some time.
         """
+        left = sum(reader.left for reader in readers)
         if not decoding.sequences:
             # As many in every pass.
-            left = sum(reader.left for reader in readers)
             return allot(readers, order, math.ceil(left / math.ceil(left / most)))
         pause_s, exceeds = self._times.seconds(decoding), max(self._exceeds, default=1.0)
         start_s = max(2 * self._times.seconds(PassSize(most)) - self._times.seconds(PassSize(2 * most)), 0.0)
 
         def wasted(tokens: int) -> float:
-            """Seconds for each token in which none is read."""
+            """Seconds in which nothing is read, if all is read in passes of so many tokens."""
             size = _size(PassSize(), readers, allot(readers, order, tokens))
             pauses = self._slices.pauses(tokens, self._times.seconds(size) * exceeds, slice_s)
-            return (start_s + pauses * pause_s) / tokens
+            return math.ceil(left / tokens) * start_s + left / tokens * pauses * pause_s
 
         choices = {max(most * part // CHOICES, LEAST_CHUNK) for part in range(CHOICES // 4, CHOICES + 1)}
         return allot(readers, order, min(choices, key=wasted))

@@ -81,7 +81,7 @@ def test_one_step_of_decoding_spreads_over_ranks() -> None:
     assert [len(b) for b in layout.tokens] == [2, 2, 2, 2]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8, 32])
 def test_short_prompts_of_others_are_whole_where_no_rank_is_left_behind(size: int) -> None:
     rng = np.random.default_rng()
     for _ in range(50):
@@ -96,7 +96,7 @@ def test_short_prompts_of_others_are_whole_where_no_rank_is_left_behind(size: in
             assert not whole[(np.array(lengths) > SHORT) | held.any(0) & (np.array(lengths) >= 2 * size)].any()
         tokens = counts.sum(1)
         # Those that are divided differ by one token each.
-        assert tokens.max() - tokens.min() <= len(new) // UNEVEN_SHARE + len(lengths)
+        assert tokens.max() - tokens.min() <= len(new) // (size * UNEVEN_SHARE) + len(lengths)
         assert not layout.apart or (whole | (np.array(lengths) <= 1)).all()
 
 
@@ -107,8 +107,11 @@ def test_short_prompts_of_others_are_whole_where_no_rank_is_left_behind(size: in
         ([64] * 3, 2, [96, 96], False),
         ([100, 60, 40], 2, [100, 100], True),
         ([64], 2, [32, 32], False),
-        ([30, 29, 31], 3, [31, 30, 29], True),
+        ([30, 31, 30], 3, [31, 30, 30], True),
         ([300, 300], 2, [300, 300], False),
+        ([64] * 17, 8, [136] * 8, False),
+        ([100, 1948], 8, [257] * 4 + [255] * 4, False),
+        ([64] * 31, 32, [62] * 32, False),
     ],
 )
 def test_which_prompts_are_whole(lengths: list[int], size: int, tokens: list[int], apart: bool) -> None:

@@ -29,9 +29,12 @@ class Bell:
             self._waiting.append(event)
             first = len(self._waiting) == 1
         if first:
-            # After the server's end nobody listens.
-            with suppress(RuntimeError):
+            try:
                 self._loop.call_soon_threadsafe(self._look)
+            except RuntimeError:
+                # After the server's end nobody listens.
+                with self._lock:
+                    self._waiting.clear()
 
     def _look(self) -> None:
         with self._lock:
