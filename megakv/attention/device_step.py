@@ -16,12 +16,11 @@ from megakv.attention.backends import trusted
 from megakv.attention.compiled import Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
-from megakv.attention.step import RowTable, seen_rows
+from megakv.attention.step import RUN_WORDS, RowTable, seen_rows
 from megakv.attention.tiles import Tiles
 from megakv.device import upload
 from megakv.distributed.sharding import TokenBlock, TokenTable
 
-WORDS = len(Run._fields)
 MOST_RUNS = 9
 """Of a sequence in a layer: as many segments as `megakv.cache.segments` leaves, and a tail."""
 ADDRESS_BYTES, STRIDE_ELEMENTS = 16, 8
@@ -79,7 +78,9 @@ class StepTables:
         layers = len(kinds)
         # Bounds of runs, rows that are not seen, and the runs of all layers behind one another.
         self._skips_at, self._runs_at = layers * (size + 1), layers * (2 * size + 1)
-        self._words = torch.zeros(self._runs_at + layers * size * MOST_RUNS * WORDS, dtype=torch.int64, device=device)
+        self._words = torch.zeros(
+            self._runs_at + layers * size * MOST_RUNS * RUN_WORDS, dtype=torch.int64, device=device
+        )
 
     def take(self, step: Step, rank: int) -> bool:
         """Take places for the new rows of a step, and let the kernels know where all rows lie.
@@ -108,7 +109,7 @@ class StepTables:
     ) -> np.ndarray[Any, np.dtype[np.int64]] | None:
         windows = {kind.scoring.window for kind in self._kinds.values()}
         seen = {window: seen_rows(tokens, held, rank, window) for window in windows if window is not None}
-        runs = [np.frombuffer(table.words, dtype=np.int64).reshape(-1, WORDS) for table in tables]
+        runs = [np.frombuffer(table.words, dtype=np.int64).reshape(-1, RUN_WORDS) for table in tables]
         joined = np.concatenate(runs)
         aligned = not (joined[:, :2] % ADDRESS_BYTES).any() and not (joined[:, 3:] % STRIDE_ELEMENTS).any()
         if not aligned or self._runs_at + joined.size > len(self._words):

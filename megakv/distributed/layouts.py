@@ -74,17 +74,16 @@ def by_sequence(new: TokenBlock, size: int, held: IntArray | None = None) -> Lay
     short = (0 < lengths) & (lengths <= SHORT)
     if held is not None:
         short &= held.sum(0) == 0
-    tokens, whole = [0] * size, [dict[int, int]() for _ in range(size)]
+    tokens, whole = [0] * size, [list[int]() for _ in range(size)]
     for sequence in sorted(np.flatnonzero(short).tolist(), key=lambda each: -lengths[each]):
         rank = tokens.index(min(tokens))
-        whole[rank][sequence] = rank
+        whole[rank].append(sequence)
         tokens[rank] += int(lengths[sequence])
     while max(tokens) - min(tokens) > len(new) // (size * UNEVEN_SHARE):
         # The shortest of the rank that has most is divided.
         most = tokens.index(max(tokens))
-        sequence, _ = whole[most].popitem()
-        tokens[most] -= int(lengths[sequence])
-    layout = balanced(new, size, held, {key: rank for each in whole for key, rank in each.items()})
+        tokens[most] -= int(lengths[whole[most].pop()])
+    layout = balanced(new, size, held, {sequence: rank for rank, own in enumerate(whole) for sequence in own})
     return replace(layout, apart=sum(tokens) == len(new))
 
 
