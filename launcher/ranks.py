@@ -117,22 +117,24 @@ def start_ranks(
         raise ValueError(
             f"--hostfile {hostfile} has {sum(slots.values())} slots, but the mesh has {ranks} ranks: allowed: as many"
         )
-    options = ["--master_port", str(_free_port()), "--no_local_rank", "--log_level", "critical", "--module"]
+    port = str(_free_port())
     with ExitStack() as stack:
         if hostfile is None:
             environment = _environment(ranks, threads)
-            command = ["--num_accelerators", str(ranks), *options, module, *words]
+            command = ["megakv.launcher.host", str(ranks), port, module, *words]
         else:
-            environment = _environment(max(slots.values()), threads, local=False)
+            environment = _environment(max(slots.values()), threads)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="megakv-")))
             environment["DS_ENV_FILE"] = str(_environment_file(folder, environment))
             hosts = ["--hostfile", hostfile, "--launcher", "pdsh", "--launcher_args=-N", "--force_multi"]
-            command = [*hosts, *options, "megakv.launcher.remote", module, encode(words)]
+            options = ["--master_port", port, "--no_local_rank", "--log_level", "critical", "--module"]
+            runner = ["deepspeed.launcher.runner", *hosts, *options]
+            command = [*runner, "megakv.launcher.remote", module, encode(words)]
         watched, kept = os.pipe()
         stack.callback(os.close, kept)
         guard = [sys.executable, "-S", str(Path(__file__).with_name("guard.py")), str(watched)]
         process = subprocess.Popen(
-            [*guard, sys.executable, "-m", "deepspeed.launcher.runner", *command],
+            [*guard, sys.executable, "-m", *command],
             stdin=stdin,
             env=environment,
             start_new_session=True,
@@ -142,7 +144,7 @@ def start_ranks(
         try:
             status = _wait_read(process)
         finally:
-            # Asked to terminate, deepspeed's runner would end other processes by name.
+            # Asked to terminate, deepspeed's launchers would end other processes by name.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -185,7 +187,7 @@ def read_hostfile(path: str) -> dict[str, int]:
     return found
 
 
-def _environment(ranks: int, threads: int | None, *, local: bool = True) -> dict[str, str]:
+def _environment(ranks: int, threads: int | None) -> dict[str, str]:
     """Of so many ranks on a host."""
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -193,12 +195,6 @@ def _environment(ranks: int, threads: int | None, *, local: bool = True) -> dict
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // ranks)))
-    if local and "DS_ACCELERATOR" not in environment:
-        import torch
-
-        # Ranks that outnumber the GPUs run on the CPU.
-        if torch.cuda.device_count() < ranks:
-            environment["DS_ACCELERATOR"] = "cpu"
     return environment
 
 
