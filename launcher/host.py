@@ -1,7 +1,7 @@
-"""Starts a module as ranks of this host, by DeepSpeed's launcher: ``python -m megakv.launcher.host RANKS PORT MODULE WORDS``.
+"""Starts a module as ranks of this host: ``python -m megakv.launcher.host RANKS PORT MODULE WORDS``.
 
-Without DeepSpeed's runner, which would look for hosts first: it imports all libraries once more, takes those of a
-``/job/hostfile``, and gives ranks the first devices, whichever were asked for.
+By DeepSpeed's launcher of one host, without its runner, which would look for hosts first: that imports all libraries
+once more, takes what a ``/job/hostfile`` names, and gives ranks the first devices, whichever were asked for.
 """
 
 from __future__ import annotations
