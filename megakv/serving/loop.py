@@ -9,16 +9,14 @@ import time
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from megakv.device import without_autograd
 from megakv.engine import MegaKVEngine
 from megakv.errors import MegaKVError, PeerLostError
 from megakv.forward_pass import Pauses
+from megakv.serving.first_passes import first_passes
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome
-from megakv.serving.memory import KVMemory, measured_memory, memory_in_use
-from megakv.serving.pass_times import PassSize, PassTimes
+from megakv.serving.memory import KVMemory, memory_in_use
 from megakv.serving.plan import Plan
 from megakv.serving.prefix_folder import PrefixFolder
 from megakv.serving.prefix_store import PrefixStore
@@ -35,7 +33,6 @@ __all__ = ["RefusedError", "ServingLoop"]
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_TOKENS = 8
 LOOK_SECONDS = 0.5
 """How often rank 0 looks for failures of others while there is nothing to do."""
 REPORT_SECONDS = 5.0
@@ -80,7 +77,6 @@ class ServingLoop:
         self._store = PrefixStore(engine.kv_device, self._folder)
         self._worker = Worker(engine, self._comm, self._store)
         self._inbox = Inbox(settings.max_queue)
-        self._times = PassTimes()
         self._leader: Leader | None = None
         # Held whenever the leader changes, which it does not while a pass is computed.
         self._changing = threading.Lock()
@@ -194,24 +190,13 @@ class ServingLoop:
             self._inbox.enter("ended")
 
     def _begin(self) -> None:
-        """Compute a little, to see what a token takes, and make the tree."""
-        with self._engine.agreement.call():
-            cache, seconds = self._engine.new_cache(forgets=False, compresses=False), []
-            prompt = torch.zeros(WARM_UP_TOKENS, dtype=torch.long)
-            for tokens in (prompt, prompt[:1], prompt[:1]):
-                began = time.perf_counter()
-                self._engine.extend([cache], [tokens])
-                seconds.append(time.perf_counter() - began)
-            held = (pair for layer in range(len(cache)) for _, *pair, _ in cache.store(layer).pieces(0))
-            nbytes = sum(tensor.nbytes for pair in held for tensor in pair) / cache.length
-            room = self._engine.room(cache, self._settings.max_sequences)
-            self._kv = measured_memory(self._comm, nbytes, self._settings.kv_tokens, room)
+        """Compute a little, and make the tree."""
+        first = first_passes(self._engine, self._settings)
+        self._kv = first.kv
         if self._mesh.rank != 0:
             return
-        self._times.few = self._engine.most_mixed
-        self._times.add(PassSize(sequences=1, context=len(prompt)), seconds[-1])
-        tree, layers = self._tree(), len(cache)
-        scheduler = Scheduler(self._settings, self._times, layers, most_mixed=self._engine.most_mixed)
+        tree, most_mixed = self._tree(), first.times.few
+        scheduler = Scheduler(self._settings, first.times, first.layers, most_mixed=most_mixed)
         with self._changing:
             self._leader = Leader(
                 self._settings,
