@@ -13,10 +13,15 @@ import sys
 from collections.abc import Sequence
 
 
-def devices(asked: str, ranks: int) -> Sequence[int | str]:
-    """Numbers or names of the devices of so many ranks, of those that a variable such as CUDA_VISIBLE_DEVICES names."""
-    named = [name for name in asked.split(",") if name]
-    return named[:ranks] if len(named) >= ranks else range(ranks)
+def devices(asked: str | None, ranks: int) -> Sequence[int | str]:
+    """Numbers or names of the devices of so many ranks, of those that a variable such as CUDA_VISIBLE_DEVICES names.
+
+    Where it names fewer, or none, the others have none: nobody sees what was not asked for.
+    """
+    if asked is None:
+        return range(ranks)
+    named = asked.split(",")[:ranks]
+    return [*named, *[""] * (ranks - len(named))]
 
 
 def main() -> None:
@@ -29,10 +34,13 @@ def main() -> None:
         # Ranks that outnumber the GPUs run on the CPU. DeepSpeed looks once, when it is imported.
         if torch.cuda.device_count() < ranks:
             os.environ["DS_ACCELERATOR"] = "cpu"
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.launcher import launch
-
-    asked = os.environ.get(get_accelerator().visible_devices_envs()[0], "")
+    try:
+        from deepspeed.accelerator import get_accelerator
+        from deepspeed.launcher import launch
+    except ValueError as error:
+        # Of DS_ACCELERATOR, which it names.
+        sys.exit(f"megakv: error: {error}")
+    asked = os.environ.get(get_accelerator().visible_devices_envs()[0])
     world = json.dumps({"localhost": list(devices(asked, ranks))})
     options = ["--world_info", base64.urlsafe_b64encode(world.encode()).decode(), "--master_addr", "127.0.0.1"]
     options += ["--master_port", port, "--no_local_rank", "--log_level", "critical", "--module"]

@@ -144,7 +144,7 @@ def start_ranks(
         try:
             status = _wait_read(process)
         finally:
-            # Asked to terminate, deepspeed's launchers would end other processes by name.
+            # Asked to terminate, deepspeed's runner would end other processes by name.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()

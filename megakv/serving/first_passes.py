@@ -5,23 +5,29 @@ Without them the first prompts would be read in chunks that begin small and grow
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from megakv.cache.cache import ShardedCache
+from megakv.device import without_autograd
 from megakv.distributed.agreement import Agreement
+from megakv.errors import MegaKVError, PeerLostError
 from megakv.serving.memory import KVMemory, measured_memory
 from megakv.serving.pass_times import FIRST_CHUNK, GROWTH, PassSize, PassTimes
 from megakv.serving.settings import ServingSettings
 
+logger = logging.getLogger(__name__)
+
 TOKENS = 8
-"""Of the first prompts."""
+"""Of the first prompt; two more follow."""
 STEP = 4
 """Each further prompt has so many times the tokens of the one before."""
-ENOUGH_S = 0.25
-"""Behind a pass that took so long no longer one comes."""
+LONGEST_S = 1.0
+"""A pass that may take longer does not come: with N times the tokens of another it may take N times as long."""
 SEQUENCES = 8
 """That decode together, at most."""
 
@@ -50,47 +56,73 @@ class FirstPasses:
     layers: int
 
 
+@without_autograd
 def first_passes(engine: FirstEngine, settings: ServingSettings) -> FirstPasses:
     """Compute a little. Collective; a ValueError or MegaKVError where there is no memory for what is asked."""
-    comm = engine.agreement.comm
+    cache = _new_cache(engine)
+    # What a first pass makes is there for all others.
+    step_s = [_seconds(engine, [cache], new) for new in (TOKENS, 1, 1)][-1]
     with engine.agreement.call():
-        cache = _new_cache(engine)
-        # What a first pass makes is there for all others.
-        seconds = [_seconds(engine, [cache], new) for new in (TOKENS, 1, 1)][-1]
         held = (pair for layer in range(len(cache)) for _, *pair, _ in cache.store(layer).pieces(0))
         nbytes = sum(tensor.nbytes for pair in held for tensor in pair) / cache.length
         room = engine.room(cache, settings.max_sequences)
-        kv = measured_memory(comm, nbytes, settings.kv_tokens, room)
-        cache.reset()
-        times = PassTimes(engine.most_mixed)
-        times.add(PassSize(sequences=1, context=TOKENS + 1), seconds)
-        new = FIRST_CHUNK
-        # All ranks go by the clock of the first one.
-        while _is_room(engine, settings, kv, new) and comm.broadcast_object(seconds) < ENOUGH_S:
-            seconds = _seconds(engine, [cache], new)
-            times.add(PassSize().with_prompt(0, new), seconds)
-            cache.reset()
-            new *= STEP
-        sequences = min(SEQUENCES, settings.max_sequences, kv.tokens // (TOKENS + 1))
-        if engine.joins and sequences > 1:
-            caches = [_new_cache(engine) for _ in range(sequences)]
-            for tokens in (TOKENS, 1, 1):
-                seconds = _seconds(engine, caches, tokens)
-            times.add(PassSize(sequences=sequences, context=sequences * (TOKENS + 1)), seconds)
-            for each in caches:
-                each.reset()
+        kv = measured_memory(engine.agreement.comm, nbytes, settings.kv_tokens, room)
+    cache.reset()
+    times = PassTimes(engine.most_mixed)
+    times.add(PassSize(sequences=1, context=TOKENS + 1), step_s)
+    try:
+        _time_sequences(engine, settings, kv, times, step_s)
+        _time_prompts(engine, settings, kv, times, step_s)
+    except PeerLostError:
+        raise
+    except (MegaKVError, RuntimeError) as error:
+        # Whoever asks for as much will be told; there may be many who do not.
+        logger.warning("a pass before the first request failed: %s", error)
     return FirstPasses(kv, times, len(cache))
 
 
-def _is_room(engine: FirstEngine, settings: ServingSettings, kv: KVMemory, new: int) -> bool:
-    """Whether a prompt of so many tokens fits, and more than those of before can be trusted behind it."""
-    if new > min(settings.chunk_tokens / GROWTH, kv.tokens):
-        return False
+def _time_sequences(
+    engine: FirstEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
+) -> None:
+    """Tokens of several sequences in a pass, if engines have such."""
+    sequences = min(SEQUENCES, settings.max_sequences, kv.tokens // 3)
+    if not engine.joins or sequences < 2 or not _is_short(engine, sequences * step_s):
+        return
+    with ExitStack() as stack:
+        caches = [_new_cache(engine) for _ in range(sequences)]
+        for cache in caches:
+            stack.callback(cache.reset)
+        seconds = [_seconds(engine, caches, 1) for _ in range(3)][-1]
+    times.add(PassSize(sequences=sequences, context=2 * sequences), seconds)
+
+
+def _time_prompts(
+    engine: FirstEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
+) -> None:
+    """Prompts of more and more tokens: what is more than twice the longest is not trusted."""
+    new, expected = FIRST_CHUNK, FIRST_CHUNK * step_s
+    while new <= min(settings.chunk_tokens / GROWTH, kv.tokens) and _takes(engine, new) and _is_short(engine, expected):
+        with ExitStack() as stack:
+            cache = _new_cache(engine)
+            stack.callback(cache.reset)
+            seconds = _seconds(engine, [cache], new)
+        times.add(PassSize().with_prompt(0, new), seconds)
+        new, expected = new * STEP, seconds * STEP
+
+
+def _takes(engine: FirstEngine, new: int) -> bool:
+    """Whether the model takes prompts of so many tokens."""
     try:
         engine.check_length(new, 1)
     except ValueError:
         return False
     return True
+
+
+def _is_short(engine: FirstEngine, seconds: float) -> bool:
+    """Whether a pass may come, by the clock of the first rank. Collective."""
+    with engine.agreement.call():
+        return engine.agreement.comm.broadcast_object(seconds) <= LONGEST_S
 
 
 def _new_cache(engine: FirstEngine) -> ShardedCache:

@@ -16,7 +16,7 @@ from megakv.forward_pass import Pauses
 from megakv.serving.first_passes import first_passes
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome
-from megakv.serving.memory import KVMemory, memory_in_use
+from megakv.serving.memory import memory_in_use
 from megakv.serving.plan import Plan
 from megakv.serving.prefix_folder import PrefixFolder
 from megakv.serving.prefix_store import PrefixStore
@@ -80,12 +80,14 @@ class ServingLoop:
         self._leader: Leader | None = None
         # Held whenever the leader changes, which it does not while a pass is computed.
         self._changing = threading.Lock()
-        self._kv = KVMemory(settings.kv_tokens or 0, 0)
         self._memory: tuple[int, ...] = ()
         self._sent_at = time.monotonic()
         # With the first plan.
         self._reported_at = -REPORT_SECONDS
         self._failures = 0
+        # Last: then nobody waits who was told that there is a server.
+        self._first = first_passes(engine, settings)
+        self._kv = self._first.kv
 
     # Of rank 0, by any thread
 
@@ -190,13 +192,11 @@ class ServingLoop:
             self._inbox.enter("ended")
 
     def _begin(self) -> None:
-        """Compute a little, and make the tree."""
-        first = first_passes(self._engine, self._settings)
-        self._kv = first.kv
+        """Make the tree, with what takes its requests."""
         if self._mesh.rank != 0:
             return
-        tree, most_mixed = self._tree(), first.times.few
-        scheduler = Scheduler(self._settings, first.times, first.layers, most_mixed=most_mixed)
+        first, tree = self._first, self._tree()
+        scheduler = Scheduler(self._settings, first.times, first.layers, most_mixed=first.times.few)
         with self._changing:
             self._leader = Leader(
                 self._settings,

@@ -1,6 +1,7 @@
 """Ranks of one host, as DeepSpeed's launcher starts them, on the devices that were asked for."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -40,7 +41,18 @@ def test_ranks_and_how_they_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("asked", "found"),
-    [("", [0, 1]), ("2,0,1", ["2", "0"]), ("3", [0, 1]), ("MIG-1,MIG-2", ["MIG-1", "MIG-2"]), ("0,", [0, 1])],
-)
-def test_devices(asked: str, found: list[int | str]) -> None:
+    [
+        (None, [0, 1]), ("2,0,1", ["2", "0"]), ("MIG-1,MIG-2", ["MIG-1", "MIG-2"]),
+        # Of fewer, and of none.
+        ("3", ["3", ""]), ("0,", ["0", ""]), ("-1", ["-1", ""]), ("", ["", ""]),
+    ],
+)  # fmt: skip
+def test_devices(asked: str | None, found: list[int | str]) -> None:
     assert list(devices(asked, 2)) == found
+
+
+def test_an_accelerator_that_there_is_not() -> None:
+    start = [sys.executable, "-m", "megakv.launcher.host", "2", str(free_port()), "told_what"]
+    result = run_command(start, timeout=120, env={"DS_ACCELERATOR": "bogus"})
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert re.search("megakv: error: .*DS_ACCELERATOR.*bogus", result.stderr), result.stderr

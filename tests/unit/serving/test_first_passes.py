@@ -10,7 +10,7 @@ import pytest
 import megakv
 from megakv.cache.cache import ShardedCache
 from megakv.engine import MegaKVEngine
-from megakv.serving.first_passes import ENOUGH_S, SEQUENCES, TOKENS, first_passes
+from megakv.serving.first_passes import LONGEST_S, SEQUENCES, TOKENS, first_passes
 from megakv.serving.pass_times import PassSize
 from megakv.serving.settings import ServingSettings
 from tests.distributed.models import save_model
@@ -19,10 +19,10 @@ FIRST = [(1, TOKENS), (1, 1), (1, 1)]
 
 
 class Watched:
-    """An engine that notes which passes it was asked for, and may be slow."""
+    """An engine that notes which passes it was asked for, may be slow, and may have no memory for long prompts."""
 
-    def __init__(self, engine: MegaKVEngine, seconds: float = 0.0):
-        self._engine, self._seconds = engine, seconds
+    def __init__(self, engine: MegaKVEngine, seconds: float = 0.0, most: int = 1000):
+        self._engine, self._seconds, self._most = engine, seconds, most
         self.passes: list[tuple[int, int]] = []
         self.caches: list[ShardedCache] = []
 
@@ -36,6 +36,8 @@ class Watched:
     def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]]) -> None:
         (length,) = {len(own) for own in tokens}
         self.passes.append((len(caches), length))
+        if length > self._most:
+            raise RuntimeError(f"not enough memory: {length}")
         self._engine.extend(caches, tokens)
         time.sleep(self._seconds)
 
@@ -54,7 +56,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegaKVEngine]:
         ({"chunk_tokens": 500}, [32, 128], SEQUENCES),
         # What memory has room for, and a sequence of its own.
         ({"kv_tokens": 130}, [32, 128], SEQUENCES),
-        ({"kv_tokens": 40}, [32], 4),
+        ({"kv_tokens": 40}, [32], SEQUENCES),
+        ({"kv_tokens": 16}, [], 5),
         ({"max_sequences": 2, "chunk_tokens": 1}, [], 2),
         ({"max_sequences": 1}, [32, 128, 512], 1),
         ({"kv_tokens": 1}, [], 0),
@@ -67,11 +70,11 @@ def test_what_is_computed(
     prompts: list[int],
     sequences: int,
 ) -> None:
-    monkeypatch.setattr("megakv.serving.first_passes.ENOUGH_S", 60.0)
+    monkeypatch.setattr("megakv.serving.first_passes.LONGEST_S", 600.0)
     watched = Watched(engine)
     found = first_passes(watched, ServingSettings(**{"kv_tokens": 10_000, **settings}))
-    together = [(sequences, length) for _, length in FIRST] if sequences > 1 else []
-    assert watched.passes == [*FIRST, *((1, new) for new in prompts), *together]
+    together = [(sequences, 1)] * 3 if sequences > 1 else []
+    assert watched.passes == [*FIRST, *together, *((1, new) for new in prompts)]
     assert all(cache.length == 0 for cache in watched.caches)
     assert found.kv.tokens == settings.get("kv_tokens", 10_000) and found.layers == len(watched.caches[0])
     # Twice the longest is trusted, and a token takes some time.
@@ -82,13 +85,23 @@ def test_what_is_computed(
 
 
 def test_a_slow_model_computes_little(engine: MegaKVEngine) -> None:
-    watched = Watched(engine, seconds=ENOUGH_S)
-    first_passes(watched, ServingSettings(kv_tokens=10_000, max_sequences=1))
+    watched = Watched(engine, seconds=LONGEST_S / 4)
+    first_passes(watched, ServingSettings(kv_tokens=10_000))
     assert watched.passes == FIRST
 
 
+def test_what_fails_is_left_to_requests(
+    engine: MegaKVEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("megakv.serving.first_passes.LONGEST_S", 600.0)
+    watched = Watched(engine, most=100)
+    found = first_passes(watched, ServingSettings(kv_tokens=10_000))
+    assert watched.passes[-1] == (1, 128) and "not enough memory: 128" in caplog.text
+    assert all(cache.length == 0 for cache in watched.caches) and found.times.trusted_prompt == 64
+
+
 def test_no_prompt_is_longer_than_the_model_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megakv.serving.first_passes.ENOUGH_S", 60.0)
+    monkeypatch.setattr("megakv.serving.first_passes.LONGEST_S", 600.0)
     with megakv.init_inference(str(save_model(tmp_path / "model", max_position_embeddings=100))) as engine:
         watched = Watched(engine)
         first_passes(watched, ServingSettings(kv_tokens=10_000, max_sequences=1))
