@@ -11,6 +11,8 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
+from tqdm.asyncio import tqdm
+
 from .launch import Rows, Summary
 from .publish import show
 from .serving_client import Client, Reply
@@ -94,11 +96,9 @@ async def _ask(url: str, passages: Passages, arguments: argparse.Namespace) -> l
                 _, text = await client.respond(word, MOST_NEW, first)
             forks.append(_response(passages, [*history, {"role": "user", "content": word}], text))
 
-    async with Client(url) as client, asyncio.TaskGroup() as group:
-        for asked in found:
-            group.create_task(complete(client, asked))
-        for turns in said:
-            group.create_task(converse(client, turns))
+    async with Client(url) as client:
+        completions, talks = (complete(client, asked) for asked in found), (converse(client, turns) for turns in said)
+        await tqdm.gather(*completions, *talks, desc="requests and conversations")
     return [*found, *forks]
 
 

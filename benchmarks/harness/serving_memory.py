@@ -6,6 +6,8 @@ import argparse
 import asyncio
 from typing import Any
 
+from tqdm.asyncio import tqdm
+
 from .charts import lines
 from .launch import Rows, Summary
 from .publish import show
@@ -40,9 +42,8 @@ async def _ask(server: Server, arguments: argparse.Namespace) -> Rows:
         if done % step == 0 or done == arguments.short:
             rows.append({"requests": done, "rss": server.rss()})
 
-    async with Client(server.url) as client, asyncio.TaskGroup() as group:
-        for _ in range(arguments.short):
-            group.create_task(one(client))
+    async with Client(server.url) as client:
+        await tqdm.gather(*(one(client) for _ in range(arguments.short)), desc="memory", unit="request")
     return rows
 
 

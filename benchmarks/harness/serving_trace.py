@@ -9,6 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from tqdm.asyncio import tqdm
+
 from .launch import Rows, Summary
 from .publish import show
 from .serving_client import Client
@@ -78,7 +80,7 @@ async def _ask(server: Server, asked: Sequence[tuple[list[int], int]]) -> Rows:
         }
 
     async with Client(server.url) as client:
-        rows = list(await asyncio.gather(*(one(client, *each) for each in asked)))
+        rows = list(await tqdm.gather(*(one(client, *each) for each in asked), desc="trace", unit="request"))
     rows[-1]["computed_by_server"] = server.status()["computed_tokens"] - before
     return rows
 
