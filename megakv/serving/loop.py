@@ -47,13 +47,15 @@ FAREWELL_SECONDS = 1.0
 class ServingLoop:
     """Serves the requests of many with one engine.
 
-    Every rank makes one and calls `run`, with the same settings. All other methods are for rank 0, and safe to call
-    from any thread, before `run` and while it goes on.
+    Every rank makes one, at the same time, since they compute a little together, and calls `run`, with the same settings.
+    All other methods are for rank 0, and safe to call from any thread, before `run` and while it goes on.
 
     Raises
     ------
     ValueError
         If the engine has settings that cannot be served, by name, or the store's folder cannot be written to.
+    MegaKVError
+        If no memory is left for keys and values, or another rank failed.
     """
 
     def __init__(self, engine: MegaKVEngine, settings: ServingSettings):
