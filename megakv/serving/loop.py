@@ -47,8 +47,8 @@ FAREWELL_SECONDS = 1.0
 class ServingLoop:
     """Serves the requests of many with one engine.
 
-    Every rank makes one, at the same time, since they compute a little together, and calls `run`, with the same settings.
-    All other methods are for rank 0, and safe to call from any thread, before `run` and while it goes on.
+    Every rank makes one, with the same settings, which is when they compute a little together, and calls `run`. All
+    other methods are for rank 0, and safe to call from any thread, before `run` and while it goes on.
 
     Raises
     ------
