@@ -10,11 +10,10 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from megakv.cache.cache import ShardedCache
 from megakv.device import without_autograd
-from megakv.distributed.agreement import Agreement
+from megakv.engine import MegaKVEngine
 from megakv.errors import MegaKVError, PeerLostError
 from megakv.serving.memory import KVMemory, measured_memory
 from megakv.serving.pass_times import FIRST_CHUNK, GROWTH, PassSize, PassTimes
@@ -32,21 +31,6 @@ SEQUENCES = 8
 """That decode together, at most."""
 
 
-class FirstEngine(Protocol):
-    """What first passes need of an engine."""
-
-    agreement: Agreement
-
-    @property
-    def joins(self) -> bool: ...
-    @property
-    def most_mixed(self) -> float: ...
-    def new_cache(self, *, forgets: bool, compresses: bool) -> ShardedCache: ...
-    def room(self, cache: ShardedCache, sequences: int) -> int | None: ...
-    def check_length(self, prompt: int, new: int) -> None: ...
-    def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]]) -> Any: ...
-
-
 @dataclass(frozen=True)
 class FirstPasses:
     """The memory that there is, how long passes took, of a model with so many layers."""
@@ -57,7 +41,7 @@ class FirstPasses:
 
 
 @without_autograd
-def first_passes(engine: FirstEngine, settings: ServingSettings) -> FirstPasses:
+def first_passes(engine: MegaKVEngine, settings: ServingSettings) -> FirstPasses:
     """Compute a little. Collective; a ValueError or MegaKVError where there is no memory for what is asked."""
     cache = _new_cache(engine)
     # What a first pass makes is there for all others.
@@ -82,7 +66,7 @@ def first_passes(engine: FirstEngine, settings: ServingSettings) -> FirstPasses:
 
 
 def _time_sequences(
-    engine: FirstEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
+    engine: MegaKVEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
 ) -> None:
     """Tokens of several sequences in a pass, if engines have such."""
     sequences = min(SEQUENCES, settings.max_sequences, kv.tokens // 3)
@@ -97,7 +81,7 @@ def _time_sequences(
 
 
 def _time_prompts(
-    engine: FirstEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
+    engine: MegaKVEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
 ) -> None:
     """Prompts of more and more tokens: what is more than twice the longest is not trusted."""
     new, expected = FIRST_CHUNK, FIRST_CHUNK * step_s
@@ -110,7 +94,7 @@ def _time_prompts(
         new, expected = new * STEP, seconds * STEP
 
 
-def _takes(engine: FirstEngine, new: int) -> bool:
+def _takes(engine: MegaKVEngine, new: int) -> bool:
     """Whether the model takes prompts of so many tokens."""
     try:
         engine.check_length(new, 1)
@@ -119,17 +103,17 @@ def _takes(engine: FirstEngine, new: int) -> bool:
     return True
 
 
-def _is_short(engine: FirstEngine, seconds: float) -> bool:
+def _is_short(engine: MegaKVEngine, seconds: float) -> bool:
     """Whether a pass may come, by the clock of the first rank. Collective."""
     with engine.agreement.call():
         return engine.agreement.comm.broadcast_object(seconds) <= LONGEST_S
 
 
-def _new_cache(engine: FirstEngine) -> ShardedCache:
+def _new_cache(engine: MegaKVEngine) -> ShardedCache:
     return engine.new_cache(forgets=False, compresses=False)
 
 
-def _seconds(engine: FirstEngine, caches: Sequence[ShardedCache], new: int) -> float:
+def _seconds(engine: MegaKVEngine, caches: Sequence[ShardedCache], new: int) -> float:
     """What a pass over so many new tokens of each takes."""
     began = time.perf_counter()
     engine.extend(caches, [[0] * new for _ in caches])

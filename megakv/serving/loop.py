@@ -89,7 +89,6 @@ class ServingLoop:
         self._failures = 0
         # Last: then nobody waits who was told that there is a server.
         self._first = first_passes(engine, settings)
-        self._kv = self._first.kv
 
     # Of rank 0, by any thread
 
@@ -119,7 +118,7 @@ class ServingLoop:
         check_sampling(request.sampling, self._vocabulary)
         self._engine.check_length(len(request.prompt), request.max_new_tokens)
         total = len(request.prompt) + request.max_new_tokens
-        if (capacity := self._kv.tokens) and total > capacity:
+        if (capacity := self._first.kv.tokens) and total > capacity:
             raise ValueError(f"prompt and output need {total} tokens but kv_tokens = {capacity}; ask for less")
         self._inbox.submit(request)
 
@@ -155,11 +154,11 @@ class ServingLoop:
                 new_tokens=counts.new_tokens,
                 kv_tokens=held,
                 kv_capacity={
-                    "device": self._kv.tokens,
+                    "device": self._first.kv.tokens,
                     "host": self._settings.host_kv_tokens,
-                    "disk": 0 if self._folder is None else self._kv.on_disk(self._settings.store_gb),
+                    "disk": 0 if self._folder is None else self._first.kv.on_disk(self._settings.store_gb),
                 },
-                kv_bytes={tier: tokens * self._kv.token_bytes for tier, tokens in held.items()},
+                kv_bytes={tier: tokens * self._first.kv.token_bytes for tier, tokens in held.items()},
                 memory_bytes=self._memory,
                 ttft_s=tuple(counts.ttft_s),
                 token_s=tuple(counts.token_s),
@@ -204,8 +203,8 @@ class ServingLoop:
                 self._settings,
                 tree,
                 scheduler,
-                capacity=self._kv.tokens,
-                copies=self._kv.copies,
+                capacity=self._first.kv.tokens,
+                copies=self._first.kv.copies,
                 joins=self._engine.joins,
                 keeps=self._engine.gives_spans,
                 is_here=self._store.is_here,
@@ -221,7 +220,7 @@ class ServingLoop:
         tree = PrefixTree(
             host,
             int(self._settings.store_gb * 1e9),
-            token_bytes=self._kv.token_bytes,
+            token_bytes=self._first.kv.token_bytes,
             cp=self._mesh.cp_size,
             describe=folder.describe,
             room=lambda: folder.room * self._mesh.world_size,
