@@ -1,5 +1,7 @@
 """Started on every rank: the last one is killed before it makes an engine, as the others do.
 
+The others ignore SIGTERM: the launcher sends it at once, and on a busy machine it would end them before they can notice.
+
 Usage: absent.py FOLDER, with a model's config.
 """
 
@@ -15,6 +17,7 @@ import megakv
 from megakv.distributed.mesh import start_distributed
 from megakv.launcher.process import quiet_libraries, report_errors
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 quiet_libraries()
 with report_errors():
     start_distributed(tp_only=False, timeout_s=60)
