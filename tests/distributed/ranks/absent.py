@@ -1,6 +1,6 @@
 """Started on every rank: the last one is killed before it makes an engine, as the others do.
 
-The others ignore SIGTERM: the launcher sends it at once, and on a busy machine it would end them before they can notice.
+The others ignore SIGTERM: the launcher sends it at once, and on a busy machine it would end them before they notice.
 
 Usage: absent.py FOLDER, with a model's config.
 """
