@@ -21,6 +21,7 @@ with importing():
     from megakv.launcher.conversation import read_tokenizer
     from megakv.launcher.job import print_files
     from megakv.launcher.settings import check_engine_arguments, run_config
+    from megakv.serving.http.listener import listening_socket
     from megakv.serving.http.settings import HttpSettings
     from megakv.serving.loop import ServingLoop
     from megakv.serving.traffic_log import TrafficLog
@@ -46,8 +47,6 @@ def main() -> None:
         http = listener = None
         if first:
             # What cannot be is said before weights are read.
-            from megakv.serving.http.server import listening_socket
-
             http = http_settings(arguments)
             listener = stack.enter_context(listening_socket(http))
         tokenizer = read_tokenizer(arguments.model)

@@ -199,7 +199,7 @@ def test_only_local_names_reach_a_local_server(url: str) -> None:
 def test_who_reads_nothing_is_left_and_nobody_waits_for_him(
     loop: tuple[ServingLoop, ServedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megakv.serving.http.server.SEND_BYTES", 4096)
+    monkeypatch.setattr("megakv.serving.http.listener.SEND_BYTES", 4096)
     before = loop[0].stats()
     # It takes longer than the server waits, however fast the machine is.
     options = {"max_tokens": 480, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}

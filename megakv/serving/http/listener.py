@@ -1,0 +1,35 @@
+"""The socket on which the server listens."""
+
+from __future__ import annotations
+
+import socket
+
+from megakv.serving.http.settings import HttpSettings
+
+SEND_BYTES = 256 << 10
+
+
+def listening_socket(settings: HttpSettings) -> socket.socket:
+    """Where the server listens; a ValueError where it cannot."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            # What the kernel holds for a client that reads slowly is bounded too.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+            # The kernel gives up connections whose clients take nothing: what was written to them would stay for ever.
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(2e3 * settings.stall_s))
+            listener.bind(address)
+            listener.listen(settings.max_connections)
+        except BaseException:
+            listener.close()
+            raise
+    except OSError as error:
+        raise ValueError(
+            f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}; give "
+            "another port, or 0 for any that is free"
+        ) from error
+    return listener
