@@ -151,7 +151,7 @@ def launches(
 def parameters() -> list[Any]:
     """One test per run; with `--full`, all are those of the full set."""
     marks = {run.name: pytest.mark.full for run in FULL}
-    marks |= {run.name: pytest.mark.drawn(10, "families") for run in DRAWN}
+    marks |= {run.name: pytest.mark.drawn(8, "families") for run in DRAWN}
     marks |= {run.name: pytest.mark.drawn(1, "few KV heads") for run in FEW}
     quick = {run.name for run in QUICK}
     return [

@@ -72,6 +72,7 @@ def test_a_profile_of_before_and_a_mapping_that_promises_nothing(tmp_path: Path,
     assert not (out / "page.html").exists() and not (out / "budgets.json").exists()
 
 
+@pytest.mark.drawn("ends")
 def test_a_killed_rank_ends_all(tmp_path: Path, prompts: Path) -> None:
     words = ["fairkv", save_model(tmp_path / "model"), "--prompts", prompts, "--tp", 2, "--max-new-tokens", 200]
     command = [sys.executable, "-m", "megakv", *map(str, [*words, "--repeats", 999, "--out", tmp_path / "out"])]

@@ -18,7 +18,7 @@ from tests.distributed.random_cases import draw
 from tests.distributed.random_sections import MISSING
 
 SCRIPT = Path(__file__).parent / "ranks" / "random_engines.py"
-CASES = {4: 5, 3: 3, 2: 18, 1: 24}
+CASES = {4: 4, 3: 2, 2: 14, 1: 18}
 """By number of ranks, of the quick set. More ranks come first: fewer go on with some of their sessions."""
 FULL = 2000
 SLICE = 50

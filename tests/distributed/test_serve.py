@@ -187,6 +187,7 @@ def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_pat
         assert "Traceback" not in server.stderr, server.stderr
 
 
+@pytest.mark.drawn("ends")
 def test_asked_twice_it_ends_at_once(model: Path, tmp_path: Path) -> None:
     with Server(tmp_path / "server", model, "--cp", 2) as server:
         parts: list[Any] = []

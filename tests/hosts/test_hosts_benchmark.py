@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.launch import ROOT
 
 SCRIPT = ROOT / "benchmarks" / "hosts.py"
@@ -13,6 +15,7 @@ SCRIPT = ROOT / "benchmarks" / "hosts.py"
 SHAPE = ["--layers", "2", "--hidden", "512", "--heads", "4", "--kv-heads", "2", "--intermediate", "64"]
 
 
+@pytest.mark.drawn("links")
 def test_a_slow_link_costs_what_its_bytes_take(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
     command = [sys.executable, str(SCRIPT), "--ranks", "2", "--context", "256", "--repeats", "2", "--rate", "10mbit"]

@@ -20,7 +20,7 @@ SHAPE = ["--layers", "2", "--hidden", "512", "--heads", "4", "--kv-heads", "4", 
 SHAPE += ["--vocab", "300"]
 
 
-@pytest.mark.drawn(1, "noise")
+@pytest.mark.drawn("links")
 def test_flow_takes_half_of_the_link_that_it_is_switched_to() -> None:
     with Hosts(count=3, rate="100mbit", spare=SPARE_HOSTS) as hosts, ExitStack() as stack:
         assert hosts.hostfile.read_text().splitlines() == ["host1 slots=1", "host2 slots=1", "host3 slots=1"]
@@ -38,7 +38,7 @@ def test_flow_takes_half_of_the_link_that_it_is_switched_to() -> None:
         assert not hosts.processes()
 
 
-@pytest.mark.drawn(1, "noise")
+@pytest.mark.drawn("links")
 @pytest.mark.timeout(800)
 def test_losses_are_reported(tmp_path: Path) -> None:
     given = ["--ranks", "2", "--context", "256", "--rates", "50mbit", "--noise", "--family", "falcon"]

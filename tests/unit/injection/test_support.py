@@ -106,7 +106,7 @@ def late_uses(engine: Any) -> list[str]:
     return found
 
 
-@pytest.mark.drawn(80)
+@pytest.mark.drawn(50)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_right_or_refused(model_type: str, alone: None) -> None:
     try:

@@ -45,7 +45,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WeightStream, "_start_piece", start_over_nans)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.usefixtures("fixed_costs", "poisoned")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_waits_for_its_weights(name: str, offloaded: Any) -> None:
@@ -244,7 +244,7 @@ def test_weights_for_keys_and_values_come_first() -> None:
 
 
 # Fused, separate and latent projections, and gates, inside attention.
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("family", ["afmoe", "bert", "deepseek_v2", "gpt2", "laguna", "phi3"])
 @pytest.mark.parametrize("groups", [1, 2])

@@ -42,7 +42,7 @@ def converse(engine: Any, folder: Path, **options: Any) -> list[Tensor]:
     return found
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("chunk", [None, 33])
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ EVICTING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("fairkv", EVICTING.values(), ids=EVICTING)
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.unit.offload.conftest import SETTINGS
 BUDGET, INTERVAL = 40, 9
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("alone", "fixed_costs")
 @pytest.mark.parametrize(
     ("away", "dtype"),

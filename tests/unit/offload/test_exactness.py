@@ -70,7 +70,7 @@ def recomputation_errors(engine: Any, monkeypatch: pytest.MonkeyPatch) -> list[f
     return errors
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(7)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_recomputes_its_own_keys_and_values(

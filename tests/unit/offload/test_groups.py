@@ -16,7 +16,7 @@ RAGGED_TURNS = (41, 7, 60, 22, 1), (1, 12, 3, 9, 5), (2, 1, 1, 1, 1), (30, 28, 6
 """Tokens of each of five sequences."""
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("alone", "fixed_costs")
 @pytest.mark.parametrize(
     ("name", "method", "weights", "more", "chunk"),

@@ -144,7 +144,7 @@ def test_attention_sees_rows_within_half_a_step(
     assert wanted.isfinite().all()
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma2", "mistral"])

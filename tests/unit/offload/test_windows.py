@@ -134,7 +134,7 @@ def test_only_what_is_seen_is_sent(name: str, offloaded: Callable[..., Any]) -> 
         assert step.report().out_of_window == round(2 * (len(seen) * cached - sum(seen)) / len(seen))
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("method", ["stream", "chunked", "cpu_rank"])
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
