@@ -27,6 +27,7 @@ Rows = list[dict[str, Any]]
 def measure(arguments: argparse.Namespace) -> Rows:
     """Times of all answers, one with and one without lookup in turns; tokens and steps."""
     import torch
+    from tqdm import tqdm
     from transformers import AutoTokenizer
 
     import megakv
@@ -35,6 +36,9 @@ def measure(arguments: argparse.Namespace) -> Rows:
     tokenizer = AutoTokenizer.from_pretrained(model)
     text = tokenizer((RECIPE / "document.md").read_text(), return_tensors="pt").input_ids[:, : arguments.document]
     rows: Rows = []
+    kinds = (("quotes", {}), ("no repeats", FREE_OF_REPEATS))
+    count = len(arguments.places) * len(kinds) * len(QUESTIONS) * 2 * (arguments.repeats + 1)
+    progress = tqdm(total=count, desc="lookup", unit="answer")
     for place in arguments.places:
         offload = dict(PLACES[place])
         if offload:
@@ -43,7 +47,7 @@ def measure(arguments: argparse.Namespace) -> Rows:
             read = engine.session()
             read.generate(text, max_new_tokens=1, do_sample=False, pad_token_id=0)
             read.cut_back(text.shape[1])
-            for kind, own in (("quotes", {}), ("no repeats", FREE_OF_REPEATS)):
+            for kind, own in kinds:
                 for number, question in enumerate(QUESTIONS):
                     ids = tokenizer(f"\n\n{question}\n\n", return_tensors="pt").input_ids
                     options = {"max_new_tokens": arguments.new, "min_new_tokens": arguments.new, "do_sample": False}
@@ -60,6 +64,7 @@ def measure(arguments: argparse.Namespace) -> Rows:
                             report = engine.report()
                             session.close()
                             answers.append(answer)
+                            progress.update()
                             # The first round fills caches.
                             if turn:
                                 row[key].append(report.generated_s - report.ttft_s)
@@ -68,6 +73,7 @@ def measure(arguments: argparse.Namespace) -> Rows:
                                 row["proposed"] = report.candidates.proposed
                     row["tokens_equal"] = all(torch.equal(each, answers[0]) for each in answers)
                     rows.append(row)
+    progress.close()
     return rows
 
 

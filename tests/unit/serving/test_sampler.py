@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from megakv.serving.request import Sampling, Token
-from megakv.serving.sampler import Sampler, check_sampling, sample
+from megakv.serving.sampler import Sampler, _drawn, _Nucleus, check_sampling, sample
 
 V = 50
 DRAWS = 4000
@@ -55,6 +55,48 @@ def test_tokens_come_as_often_as_transformers_says(attempt: int) -> None:
     found = frequencies(sampling, logits_V, tokens)
     assert (found - expected).abs().max() < 5 * (0.25 / DRAWS) ** 0.5
     assert (found[expected == 0] == 0).all()
+
+
+@pytest.mark.parametrize("count", [1, 127, 128, 129, 3000])
+def test_a_token_is_drawn_where_the_running_sum_exceeds_the_random_number(count: int) -> None:
+    probabilities = (4 * torch.randn(count)).softmax(-1)
+    probabilities[torch.rand(count) < random.choice([0, 0.5, 0.99])] = 0
+    probabilities[random.randrange(count)] += 0.1
+    seed = random.randrange(1 << 30)
+    numbers, generator = (torch.Generator().manual_seed(seed) for _ in range(2))
+    ends = probabilities.cumsum(0, dtype=torch.float64)
+    for _ in range(200):
+        number = torch.rand((), dtype=torch.float64, generator=numbers) * ends[-1]
+        found = _drawn(probabilities, generator)
+        assert probabilities[found] > 0
+        # Sums in another order differ in their last digits.
+        assert ends[found] > number - 1e-12 and (not found or ends[found - 1] <= number + 1e-12)
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_running_sum_are_tokens_too(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(number, dtype=torch.float64))
+    for count in (1, 300, 5000):
+        probabilities = torch.randn(count).abs()
+        first, last = sorted(random.choices(range(count), k=2))
+        probabilities[:first] = probabilities[last + 1 :] = 0
+        probabilities /= probabilities.sum()
+        assert _drawn(probabilities, torch.Generator()) == (last if number else first)
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 6.0])
+def test_the_nucleus_is_transformers(scale: float) -> None:
+    for top_p in (1e-3, 0.5, 0.9, 0.999, random.random()):
+        scores_V = scale * torch.randn(random.choice([1, 7, 3000]))
+        scores_V[torch.rand(len(scores_V)) < 0.2] = -torch.inf
+        scores_V[0] = 0.5
+        ids = torch.zeros(1, 0, dtype=torch.long)
+        kept, expected = (made(top_p)(ids, scores_V[None].clone())[0] for made in (_Nucleus, TopPLogitsWarper))
+        assert (kept == scores_V)[kept.isfinite()].all()
+        # Of tokens that are as likely either may be the last, and sums of so many differ in their last digits.
+        lost, found = (each.isfinite().sum() for each in (expected, kept))
+        mass = [scores_V.softmax(-1)[each.isfinite()].sum() for each in (expected, kept)]
+        assert abs(lost - found) <= max(1, 1e-4 * len(scores_V)) and abs(mass[0] - mass[1]) < 2e-3 + 2 / len(scores_V)
 
 
 def test_penalties_and_bias_are_openai_s() -> None:
