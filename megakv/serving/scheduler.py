@@ -3,8 +3,9 @@
 Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
 read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
 short ones take longer in all: such a pass pauses in its layers, where streams have their tokens, and newcomers their
-first chunks, in passes of their own (layered prefill). Where decoding is to keep a share of the time, a pause has as
-many of them as that takes. Prompts and streams do not share a pass that takes longer than one of each.
+first chunks, in passes of their own (layered prefill), unless what the pass reads would wait longer in all than they.
+Where decoding is to keep a share of the time, a pause has as many of them as that takes. Prompts and streams do not
+share a pass that takes longer than one of each.
 """
 
 from __future__ import annotations
@@ -122,6 +123,8 @@ class Scheduler:
         self._slices, self._ahead = Slices(layers), 1
         self._exceeds: deque[float] = deque(maxlen=LATEST)
         self._decoded = self._read = False
+        # Of whom it reads how much.
+        self._paused: list[tuple[Reader, int]] = []
         # Seconds that streams have waited when it ended, since its last pause.
         self._waited_s = 0.0
         # Streams wait for the end of a short pass of prompts alone.
@@ -182,6 +185,7 @@ class Scheduler:
         if stops is None and waited_s:
             return first
         self._waited_s = waited_s
+        self._paused = [(reader, new) for reader, new in zip(readers, chunks, strict=True) if new]
         return Choice(chunks, decodes=False, stops=stops or 0)
 
     def within(self, readers: Sequence[Reader], decoding: PassSize, parts: Sequence[float] | None) -> Choice:
@@ -196,20 +200,32 @@ class Scheduler:
             self._slices.went(parts)
             self._ahead = self._slices.ahead(self._slice(decoding))
             self._owed = self._owed + self._settings.decode_share * sum(parts) if decoding.sequences else 0.0
-        reads = bool(readers) and not self._read
+        chunks = self._chunks(readers, turns(readers), decoding, self._gap) if readers and not self._read else []
+        reads = bool(chunks) and self._comes_first(readers, chunks)
         if decoding.sequences and (not self._decoded or (self._owed > 0 and not reads)):
             self._decoded = True
             behind = (1 - self._settings.decode_share) * self._times.seconds(decoding) < self._owed
             return Choice([0] * len(readers), stops=None if reads or behind else self._ahead)
         if reads:
             self._read = True
-            chunks = self._chunks(readers, turns(readers), decoding, self._gap)
             if decoding.sequences and not self._mixes(chunks, decoding):
                 # Their tokens come behind it.
                 self._decoded, self._waits = False, True
                 return Choice(chunks, decodes=False)
             return Choice(chunks, stops=None if self._settings.decode_share else self._ahead)
         return Choice([0] * len(readers), decodes=False, stops=self._ahead)
+
+    def _comes_first(self, readers: Sequence[Reader], chunks: Sequence[int]) -> bool:
+        """Whether these are read before the pass under way goes on: whose turn it is, or where all wait less then."""
+        new = [(reader, count) for reader, count in zip(readers, chunks, strict=True) if count]
+        mine, theirs = (max(reader.priority for reader, _ in some) for some in (new, self._paused))
+        if mine != theirs:
+            return mine > theirs
+        if not {reader.user for reader, _ in new} <= {reader.user for reader, _ in self._paused}:
+            return True
+        # A part of a prompt is worth as much of its first token.
+        ended, held_up = (sum(count / reader.left for reader, count in some) for some in (new, self._paused))
+        return ended * self._slices.left_s > held_up * self._times.seconds(_size(PassSize(), readers, chunks))
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""

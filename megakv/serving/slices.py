@@ -58,6 +58,11 @@ class Slices:
             if found:
                 self._parts[kind] = sum(found) / len(found)
 
+    @property
+    def left_s(self) -> float:
+        """How long the pass will go on, without its pauses."""
+        return sum(self._parts[stop % 2] if stop else self._first for stop in range(self._at + 1, self._stops + 1))
+
     def ahead(self, slice_s: float) -> int:
         """Parts that come before the next pause: so many as fit into a slice, and one at least."""
         count, reached = 0, 0.0

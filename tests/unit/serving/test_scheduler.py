@@ -2,7 +2,9 @@
 
 import math
 import random
+from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ import pytest
 from megakv.serving.pass_times import PassSize, PassTimes
 from megakv.serving.scheduler import LEAST_CHUNK, Choice, Reader, Scheduler, allot, turns
 from megakv.serving.settings import ServingSettings
-from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation
+from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation, Stream
 
 
 def tokens(count: int) -> tuple[int, ...]:
@@ -128,6 +130,30 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
         if long.finished is not None:
             break
     assert long.finished is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "soon"),
+    [({}, False), ({"user": "b"}, True), ({"priority": 1}, True), ({"user": "b", "priority": -1}, False)],
+)
+def test_who_is_read_within_a_pass_of_many_prompts(options: dict[str, Any], soon: bool) -> None:
+    """Not one for whom all the others would wait, unless it is its turn."""
+    simulation, later = Simulation(ServingSettings(max_gap_s=0.3)), list[Stream]()
+    warm_up(simulation)
+    stream = simulation.submit("stream", tokens(5), 200)
+    for _ in range(10):
+        simulation.step()
+    burst = [simulation.submit(f"burst{number}", tokens(60), 1) for number in range(30)]
+
+    def come() -> None:
+        if simulation.pauses and not later:
+            later.append(simulation.submit("later", tokens(50), 1, **options))
+
+    simulation.within = come
+    simulation.run()
+    ((together, _),) = Counter(each.times[0] for each in burst).most_common(1)
+    assert (later[0].times[0] < together) == soon
+    assert max(stream.gaps) <= 0.3
 
 
 def test_turns() -> None:
