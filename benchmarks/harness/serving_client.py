@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -14,6 +14,8 @@ import httpx
 from megakv.errors import MegaKVError
 
 from .serving_server import NAME
+
+GREEDY = {"temperature": 0.0}
 
 
 @dataclass
@@ -58,14 +60,15 @@ class Client:
         new_tokens: int,
         *,
         into: Reply | None = None,
+        sampling: Mapping[str, float] = GREEDY,
         pieces: bool = False,
         progress: bool = False,
         leaves: Callable[[Reply], bool] = lambda reply: False,
     ) -> Reply:
-        """The greedy answer of that many tokens, as a stream; the connection is closed once the client `leaves`."""
+        """The answer of that many tokens, as a stream; the connection is closed once the client `leaves`."""
         reply = into or Reply()
         body: dict[str, Any] = {
-            "model": NAME, "prompt": prompt, "max_tokens": new_tokens, "temperature": 0, "ignore_eos": True,
+            "model": NAME, "prompt": prompt, "max_tokens": new_tokens, "ignore_eos": True, **sampling,
             "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip
         if pieces:

@@ -25,12 +25,10 @@ def report(rows: Rows) -> tuple[Summary, list[Any]]:
     """What MegaKV's parts say, of vLLM."""
     gaps, rates = ([row for row in rows if row["load"] == load] for load in ("gaps", "throughput"))
     own, _ = serving_gaps.report(gaps)
-    for row in rates:
-        row["over_one"] = row["tokens_per_second"] / rates[0]["tokens_per_second"]
-    show(rates, "server streams tokens_per_second over_one", "Tokens per second")
-    own |= {
-        "alone_seconds": [row["alone_seconds"] for row in gaps],
-        "tokens_per_second": {str(row["streams"]): row["tokens_per_second"] for row in rates},
-    }
+    columns = "server streams sampled tokens_per_second over_one over_greedy"
+    show(serving_throughput.compared(rates), columns, "Tokens per second")
+    own["alone_seconds"] = [row["alone_seconds"] for row in gaps]
+    for name, some in zip(("tokens", "sampled_tokens"), serving_throughput.kinds(rates), strict=True):
+        own[f"{name}_per_second"] = {str(row["streams"]): row["tokens_per_second"] for row in some}
     chart = serving_gaps.chart(gaps)
     return {"vllm": own}, [chart]

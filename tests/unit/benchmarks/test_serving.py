@@ -34,9 +34,10 @@ def test_answers_and_throughput(tmp_path: Path) -> None:
     assert len(answers) == 8 and summary["answers"]["tokens"] == sum(row["compared"] for row in answers)
     assert summary["answers_equal"] or summary["answers"]["differing_at_near_ties"], answers
     rates = [row for row in rows if row["part"] == "throughput"]
-    assert [row["streams"] for row in rates] == [1, 3]
+    assert [(row["streams"], row["sampled"]) for row in rates] == [(1, False), (1, True), (3, False), (3, True)]
     assert all(answer["tokens"] == 4 for row in rates for answer in row["answers"])
-    over = rates[1]["tokens_per_second"] / rates[0]["tokens_per_second"]
+    over = rates[2]["tokens_per_second"] / rates[0]["tokens_per_second"]
+    assert rates[3]["tokens_per_second"] / rates[2]["tokens_per_second"] == summary["sampled_over_greedy"]["3"]
     assert summary["throughput_over_one"] == {"1": 1.0, "3": pytest.approx(over)}
 
 
