@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
-    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -29,6 +28,8 @@ LEAST_PENALTY = 1e-3
 """For repetition: what logits are divided by must leave them finite."""
 BLOCK = 128
 """Tokens whose probabilities are summed up at once: in which block one is drawn is known before which of it."""
+TRIES = 8
+"""Tokens that are drawn before those are sorted out that `top_p` and `min_p` leave."""
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
@@ -78,10 +79,11 @@ class Sampler:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        self._cuts = LogitsProcessorList()
         if sampling.top_p < 1:
-            self._warpers.append(_Nucleus(float(sampling.top_p)))
+            self._cuts.append(TopPLogitsWarper(float(sampling.top_p)))
         if sampling.min_p > 0:
-            self._warpers.append(MinPLogitsWarper(float(sampling.min_p)))
+            self._cuts.append(MinPLogitsWarper(float(sampling.min_p)))
         # Of the answer so far.
         self._counts: Counter[int] = Counter()
         self._penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -122,9 +124,7 @@ class Sampler:
         if self._likeliest:
             chosen = int(scores_V.argmax())
         else:
-            # No processor among these looks at tokens.
-            warped_V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0]
-            chosen = _drawn(warped_V.softmax(-1), self._generator)
+            chosen = self._drawn(scores_V)
         if self._state is not None:
             self._state.take(chosen)
         if self._penalised:
@@ -135,35 +135,55 @@ class Sampler:
         values, ids = logprobs_V.topk(min(self._logprobs, len(logprobs_V)))
         return Token(chosen, float(logprobs_V[chosen]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
+    def _drawn(self, scores_V: Tensor) -> int:
+        """A token that the settings leave: drawn until it is one, as none need be sorted for that."""
+        # No processor among these looks at tokens.
+        ids = torch.zeros(1, 0, dtype=torch.long)
+        warped_V = self._warpers(ids, scores_V[None])[0]
+        probabilities_V = warped_V.softmax(-1)
+        running, sampling = _RunningSum(probabilities_V, self._generator), self._sampling
+        for _ in range(TRIES):
+            token = running.draw()
+            if not self._cuts or _among_likeliest(probabilities_V, token, sampling.top_p, sampling.min_p):
+                return token
+        # So few are left that they are found sooner than drawn.
+        return _RunningSum(self._cuts(ids, warped_V[None])[0].softmax(-1), self._generator).draw()
 
-class _Nucleus(LogitsProcessor):
-    """transformers' top-p, for which those tokens alone are sorted that may be kept."""
 
-    def __init__(self, top_p: float):
-        self._top_p = top_p
+class _RunningSum:
+    """Probabilities by their running sum: a token is drawn where it exceeds a random number.
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        probabilities_V = scores[0].softmax(-1)
-        # All that are less likely make up less than may be left out.
-        likely = (probabilities_V >= (1 - self._top_p) / len(probabilities_V)).nonzero()[:, 0]
-        mass = float(probabilities_V[likely].sum(dtype=torch.float64))
-        kept = TopPLogitsWarper(min(self._top_p / mass, 1.0))(input_ids, scores[:, likely])
-        return torch.full_like(scores, -torch.inf).index_copy_(1, likely, kept)
+    `torch.multinomial` takes ten times as long.
+    """
+
+    def __init__(self, probabilities_V: Tensor, generator: torch.Generator):
+        self._generator = generator
+        self._blocks = F.pad(probabilities_V, (0, -len(probabilities_V) % BLOCK)).view(-1, BLOCK)
+        self._sums = self._blocks.sum(-1, dtype=torch.float64)
+        self._ends = self._sums.cumsum(0)
+
+    def draw(self) -> int:
+        """A token."""
+        most = self._ends[-1]
+        number = torch.rand((), dtype=torch.float64, generator=self._generator) * most
+        number = torch.minimum(number, torch.nextafter(most, 0 * most))
+        block = int(torch.searchsorted(self._ends, number, right=True))
+        inside = self._blocks[block].cumsum(0, dtype=torch.float64)
+        # Summed up in another order they may come to a little less.
+        number = torch.minimum(number - (self._ends[block] - self._sums[block]), torch.nextafter(inside[-1], 0 * most))
+        return block * BLOCK + int(torch.searchsorted(inside, number, right=True))
 
 
-def _drawn(probabilities_V: Tensor, generator: torch.Generator) -> int:
-    """The token at which their running sum exceeds a random number: `torch.multinomial` takes ten times as long."""
-    count = len(probabilities_V)
-    blocks = F.pad(probabilities_V, (0, -count % BLOCK)).view(-1, BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64)
-    ends = sums.cumsum(0)
-    most = ends[-1]
-    at = torch.minimum(torch.rand((), dtype=torch.float64, generator=generator) * most, torch.nextafter(most, 0 * most))
-    block = int(torch.searchsorted(ends, at, right=True))
-    inside = blocks[block].cumsum(0, dtype=torch.float64)
-    # Summed up in another order they may come to a little less.
-    within = torch.minimum(at - (ends[block] - sums[block]), torch.nextafter(inside[-1], 0 * most))
-    return block * BLOCK + int(torch.searchsorted(inside, within, right=True))
+def _among_likeliest(probabilities_V: Tensor, token: int, top_p: float, min_p: float) -> bool:
+    """Whether those that are likelier make up less than `top_p`, and none is so much likelier that `min_p` forbids it."""
+    own = probabilities_V[token]
+    if min_p > 0 and own < min_p * probabilities_V.max():
+        return False
+    if top_p == 1:
+        return True
+    likelier = float(probabilities_V[probabilities_V > own].sum(dtype=torch.float64))
+    # Of those as likely, the first ones come first.
+    return likelier + float(own) * int((probabilities_V[:token] == own).sum()) < top_p
 
 
 def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token | None]:

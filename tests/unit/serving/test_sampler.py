@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from megakv.serving.request import Sampling, Token
-from megakv.serving.sampler import Sampler, _drawn, _Nucleus, check_sampling, sample
+from megakv.serving.sampler import Sampler, _among_likeliest, _RunningSum, check_sampling, sample
 
 V = 50
 DRAWS = 4000
@@ -64,10 +64,10 @@ def test_a_token_is_drawn_where_the_running_sum_exceeds_the_random_number(count:
     probabilities[random.randrange(count)] += 0.1
     seed = random.randrange(1 << 30)
     numbers, generator = (torch.Generator().manual_seed(seed) for _ in range(2))
-    ends = probabilities.cumsum(0, dtype=torch.float64)
+    running, ends = _RunningSum(probabilities, generator), probabilities.cumsum(0, dtype=torch.float64)
     for _ in range(200):
         number = torch.rand((), dtype=torch.float64, generator=numbers) * ends[-1]
-        found = _drawn(probabilities, generator)
+        found = running.draw()
         assert probabilities[found] > 0
         # Sums in another order differ in their last digits.
         assert ends[found] > number - 1e-12 and (not found or ends[found - 1] <= number + 1e-12)
@@ -81,22 +81,38 @@ def test_the_ends_of_the_running_sum_are_tokens_too(number: float, monkeypatch: 
         first, last = sorted(random.choices(range(count), k=2))
         probabilities[:first] = probabilities[last + 1 :] = 0
         probabilities /= probabilities.sum()
-        assert _drawn(probabilities, torch.Generator()) == (last if number else first)
+        assert _RunningSum(probabilities, torch.Generator()).draw() == (last if number else first)
 
 
-@pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 6.0])
-def test_the_nucleus_is_transformers(scale: float) -> None:
+@pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
+def test_the_likeliest_are_those_that_transformers_keeps(scale: float) -> None:
+    ids = torch.zeros(1, 0, dtype=torch.long)
     for top_p in (1e-3, 0.5, 0.9, 0.999, random.random()):
-        scores_V = scale * torch.randn(random.choice([1, 7, 3000]))
-        scores_V[torch.rand(len(scores_V)) < 0.2] = -torch.inf
+        min_p, count = random.choice([0.0, random.random()]), random.choice([1, 7, 500])
+        scores_V = scale * torch.randn(count)
+        scores_V[torch.rand(count) < 0.2] = -torch.inf
         scores_V[0] = 0.5
-        ids = torch.zeros(1, 0, dtype=torch.long)
-        kept, expected = (made(top_p)(ids, scores_V[None].clone())[0] for made in (_Nucleus, TopPLogitsWarper))
-        assert (kept == scores_V)[kept.isfinite()].all()
-        # Of tokens that are as likely either may be the last, and sums of so many differ in their last digits.
-        lost, found = (each.isfinite().sum() for each in (expected, kept))
-        mass = [scores_V.softmax(-1)[each.isfinite()].sum() for each in (expected, kept)]
-        assert abs(lost - found) <= max(1, 1e-4 * len(scores_V)) and abs(mass[0] - mass[1]) < 2e-3 + 2 / len(scores_V)
+        probabilities_V = scores_V.softmax(-1)
+        kept = torch.tensor([_among_likeliest(probabilities_V, token, top_p, min_p) for token in range(count)])
+        cuts = LogitsProcessorList([TopPLogitsWarper(top_p)])
+        if min_p:
+            cuts.append(MinPLogitsWarper(min_p))
+        expected = cuts(ids, scores_V[None].clone())[0].isfinite()
+        # The last of them may be lost to sums in another order.
+        assert (kept & (probabilities_V > 0)).logical_xor(expected).sum() <= 1
+
+
+def test_of_tokens_as_likely_the_first_are_kept() -> None:
+    probabilities_V = torch.full((10,), 0.1)
+    assert [_among_likeliest(probabilities_V, token, 0.35, 0.5) for token in range(10)] == [True] * 4 + [False] * 6
+    sampler = Sampler(Sampling(top_p=0.35))
+    assert {sampler.next(torch.zeros(10), []).id for _ in range(300)} >= {0, 1, 2, 3}
+
+
+def test_where_few_are_left_they_are_found_without_drawing_for_long() -> None:
+    """Of a thousand that are as likely as can be, a thousandth."""
+    logits_V, sampler = torch.randn(1000) / 1000, Sampler(Sampling(top_p=1e-3, seed=1))
+    assert sampler.next(logits_V, []).id == int(logits_V.argmax())
 
 
 def test_penalties_and_bias_are_openai_s() -> None:
