@@ -175,7 +175,7 @@ class _RunningSum:
 
 
 def _among_likeliest(probabilities_V: Tensor, token: int, top_p: float, min_p: float) -> bool:
-    """Whether those that are likelier make up less than `top_p`, and none is so much likelier that `min_p` forbids it."""
+    """Whether likelier ones make up less than `top_p`, and none is so much likelier that `min_p` forbids it."""
     own = probabilities_V[token]
     if min_p > 0 and own < min_p * probabilities_V.max():
         return False
