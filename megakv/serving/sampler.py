@@ -11,11 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from megakv.serving.form import Form, FormState
@@ -28,8 +26,8 @@ LEAST_PENALTY = 1e-3
 """For repetition: what logits are divided by must leave them finite."""
 BLOCK = 128
 """Tokens whose probabilities are summed up at once: in which block one is drawn is known before which of it."""
-TRIES = 8
-"""Tokens that are drawn before those are sorted out that `top_p` and `min_p` leave."""
+TRIES, LEAST_LEFT = 8, 0.25
+"""Tokens that are drawn before those are sorted out that `top_p` and `min_p` leave; none where `top_p` is less."""
 
 
 def check_sampling(sampling: Sampling, vocabulary: int) -> None:
@@ -79,11 +77,6 @@ class Sampler:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
-        self._cuts = LogitsProcessorList()
-        if sampling.top_p < 1:
-            self._cuts.append(TopPLogitsWarper(float(sampling.top_p)))
-        if sampling.min_p > 0:
-            self._cuts.append(MinPLogitsWarper(float(sampling.min_p)))
         # Of the answer so far.
         self._counts: Counter[int] = Counter()
         self._penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
@@ -100,7 +93,9 @@ class Sampler:
         """Why there is no next token."""
         said = "" if self._state is None else self._state.problem
         return (
-            f"the answer's form: {said}" if said else "the model's logits are not finite: another dtype may be needed"
+            f"the answer's form: {said}"
+            if said
+            else "logits are not finite: the model may need another dtype, or the request other settings"
         )
 
     def next(self, logits_V: Tensor, tokens: Sequence[int]) -> Token | None:
@@ -124,7 +119,10 @@ class Sampler:
         if self._likeliest:
             chosen = int(scores_V.argmax())
         else:
-            chosen = self._drawn(scores_V)
+            found = self._drawn(scores_V)
+            if found is None:
+                return None
+            chosen = found
         if self._state is not None:
             self._state.take(chosen)
         if self._penalised:
@@ -135,19 +133,24 @@ class Sampler:
         values, ids = logprobs_V.topk(min(self._logprobs, len(logprobs_V)))
         return Token(chosen, float(logprobs_V[chosen]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
-    def _drawn(self, scores_V: Tensor) -> int:
-        """A token that the settings leave: drawn until it is one, as none need be sorted for that."""
+    def _drawn(self, scores_V: Tensor) -> int | None:
+        """A token that the settings leave: drawn until it is one, as none need be sorted for that; None of none."""
+        top_p, min_p = self._sampling.top_p, self._sampling.min_p
         # No processor among these looks at tokens.
-        ids = torch.zeros(1, 0, dtype=torch.long)
-        warped_V = self._warpers(ids, scores_V[None])[0]
-        probabilities_V = warped_V.softmax(-1)
-        running, sampling = _RunningSum(probabilities_V, self._generator), self._sampling
-        for _ in range(TRIES):
-            token = running.draw()
-            if not self._cuts or _among_likeliest(probabilities_V, token, sampling.top_p, sampling.min_p):
+        probabilities_V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0].softmax(-1)
+        running = _RunningSum(probabilities_V, self._generator)
+        if not running.finite:
+            return None
+        if top_p == 1 and not min_p:
+            return running.draw()
+        for _ in range(TRIES if top_p >= LEAST_LEFT else 0):
+            if _among_likeliest(probabilities_V, token := running.draw(), top_p, min_p):
                 return token
         # So few are left that they are found sooner than drawn.
-        return _RunningSum(self._cuts(ids, warped_V[None])[0].softmax(-1), self._generator).draw()
+        likeliest, tokens = probabilities_V.sort(descending=True, stable=True)
+        before = likeliest.cumsum(0, dtype=torch.float64) - likeliest
+        likeliest[(before >= top_p) | (likeliest < min_p * likeliest[0])] = 0
+        return int(tokens[_RunningSum(likeliest, self._generator).draw()])
 
 
 class _RunningSum:
@@ -162,6 +165,11 @@ class _RunningSum:
         self._sums = self._blocks.sum(-1, dtype=torch.float64)
         self._ends = self._sums.cumsum(0)
 
+    @property
+    def finite(self) -> bool:
+        """Whether they are numbers."""
+        return math.isfinite(self._ends[-1])
+
     def draw(self) -> int:
         """A token."""
         most = self._ends[-1]
@@ -169,8 +177,9 @@ class _RunningSum:
         number = torch.minimum(number, torch.nextafter(most, 0 * most))
         block = int(torch.searchsorted(self._ends, number, right=True))
         inside = self._blocks[block].cumsum(0, dtype=torch.float64)
-        # Summed up in another order they may come to a little less.
+        # Summed up in another order they may come to a little less, or more.
         number = torch.minimum(number - (self._ends[block] - self._sums[block]), torch.nextafter(inside[-1], 0 * most))
+        number = number.clamp(min=0)
         return block * BLOCK + int(torch.searchsorted(inside, number, right=True))
 
 

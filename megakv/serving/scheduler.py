@@ -216,12 +216,11 @@ class Scheduler:
         return Choice([0] * len(readers), decodes=False, stops=self._ahead)
 
     def _comes_first(self, readers: Sequence[Reader], chunks: Sequence[int]) -> bool:
-        """Whether these are read before the pass under way goes on: whose turn it is, or where all wait less then."""
+        """Whether these are read before the pass under way goes on: in their turn, or for less waiting in all."""
         new = [(reader, count) for reader, count in zip(readers, chunks, strict=True) if count]
         mine, theirs = (max(reader.priority for reader, _ in some) for some in (new, self._paused))
-        if mine != theirs:
-            return mine > theirs
-        if not {reader.user for reader, _ in new} <= {reader.user for reader, _ in self._paused}:
+        others = not {reader.user for reader, _ in new} <= {reader.user for reader, _ in self._paused}
+        if mine > theirs or (mine == theirs and others):
             return True
         # A part of a prompt is worth as much of its first token.
         ended, held_up = (sum(count / reader.left for reader, count in some) for some in (new, self._paused))

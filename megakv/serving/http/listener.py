@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 
 from megakv.serving.http.settings import HttpSettings
@@ -27,9 +28,11 @@ def listening_socket(settings: HttpSettings) -> socket.socket:
         except BaseException:
             listener.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:
+        taken = isinstance(error, OSError) and error.errno in (errno.EADDRINUSE, errno.EACCES)
+        advice = "another port, or 0 for any that is free" if taken else "an address of this host, or its name"
+        why = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"--host {settings.host} --port {settings.port}: cannot listen there: {error.strerror or error}; give "
-            "another port, or 0 for any that is free"
+            f"--host {settings.host} --port {settings.port}: cannot listen there: {why}; give {advice}"
         ) from error
     return listener

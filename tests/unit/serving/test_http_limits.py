@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from megakv.serving.http.listener import listening_socket
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import ApiKeys, HttpSettings
 from megakv.serving.loop import ServingLoop
@@ -240,3 +241,14 @@ def test_others_are_let_in_with_a_key_only() -> None:
             HttpSettings(NAME, host=host)
     for host in ("127.0.0.1", "localhost", "::1"):
         HttpSettings(NAME, host=host)
+
+
+@pytest.mark.parametrize(
+    ("host", "advice"), [("x..y", "an address"), ("nowhere.invalid", "an address"), ("127.0.0.1", "another port")]
+)
+def test_where_it_cannot_listen_is_named(host: str, advice: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        settings = HttpSettings("model", host=host, port=port, keys=ApiKeys((bytes(32),)))
+        with pytest.raises(ValueError, match=f"^--host {host} --port {port}: cannot listen there: .*; give {advice}"):
+            listening_socket(settings)

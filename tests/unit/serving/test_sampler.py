@@ -1,5 +1,6 @@
 """Sampling against transformers' own generation loop and against probabilities by definition."""
 
+import math
 import random
 from collections import Counter
 
@@ -102,11 +103,29 @@ def test_the_likeliest_are_those_that_transformers_keeps(scale: float) -> None:
         assert (kept & (probabilities_V > 0)).logical_xor(expected).sum() <= 1
 
 
-def test_of_tokens_as_likely_the_first_are_kept() -> None:
-    probabilities_V = torch.full((10,), 0.1)
-    assert [_among_likeliest(probabilities_V, token, 0.35, 0.5) for token in range(10)] == [True] * 4 + [False] * 6
-    sampler = Sampler(Sampling(top_p=0.35))
-    assert {sampler.next(torch.zeros(10), []).id for _ in range(300)} >= {0, 1, 2, 3}
+@pytest.mark.parametrize("top_p", [0.05, 0.35, 0.9])
+def test_of_tokens_as_likely_the_first_are_kept(top_p: float) -> None:
+    """However they are found."""
+    probabilities_V, kept = torch.full((40,), 1 / 40), math.ceil(40 * top_p)
+    assert [_among_likeliest(probabilities_V, token, top_p, 0.5) for token in range(40)] == [
+        at < kept for at in range(40)
+    ]
+    sampler = Sampler(Sampling(top_p=top_p))
+    assert {sampler.next(torch.zeros(40), []).id for _ in range(2000)} == set(range(kept))
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(logit_bias={3: math.inf}),
+        Sampling(logit_bias=dict.fromkeys(range(V), -math.inf), top_p=0.5),
+        Sampling(temperature=1e300, logit_bias={3: -math.inf}, min_p=0.1),
+    ],
+)
+def test_what_is_asked_for_may_leave_no_numbers(sampling: Sampling) -> None:
+    check_sampling(sampling, V)
+    sampler = Sampler(sampling)
+    assert sampler.next(torch.randn(V), []) is None and "not finite" in sampler.problem
 
 
 def test_where_few_are_left_they_are_found_without_drawing_for_long() -> None:
