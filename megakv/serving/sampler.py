@@ -116,13 +116,9 @@ class Sampler:
             if not allowed_V.any():
                 return None
             scores_V.masked_fill_(~allowed_V, -torch.inf)
-        if self._likeliest:
-            chosen = int(scores_V.argmax())
-        else:
-            found = self._drawn(scores_V)
-            if found is None:
-                return None
-            chosen = found
+        chosen = int(scores_V.argmax()) if self._likeliest else self._drawn(scores_V)
+        if chosen is None:
+            return None
         if self._state is not None:
             self._state.take(chosen)
         if self._penalised:
@@ -178,8 +174,8 @@ class _RunningSum:
         block = int(torch.searchsorted(self._ends, number, right=True))
         inside = self._blocks[block].cumsum(0, dtype=torch.float64)
         # Summed up in another order they may come to a little less, or more.
-        number = torch.minimum(number - (self._ends[block] - self._sums[block]), torch.nextafter(inside[-1], 0 * most))
-        number = number.clamp(min=0)
+        number = (number - (self._ends[block] - self._sums[block])).clamp(min=0)
+        number = torch.minimum(number, torch.nextafter(inside[-1], 0 * most))
         return block * BLOCK + int(torch.searchsorted(inside, number, right=True))
 
 
