@@ -44,8 +44,9 @@ class Admission:
             self.queue.remove(answer)
             self.running.append(answer)
             answer.number, answer.state = next(self._numbers), "reading"
-            turn = len(answer.request.prompt) if answer.request.compresses else None
-            self.tree.commands.append(Attach(answer.number, (), turn))
+            compresses = answer.request.compresses
+            prompt = len(answer.request.prompt if compresses else answer.tokens)
+            self.tree.commands.append(Attach(answer.number, (), prompt, compresses))
             self.advance(answer, now)
             if not (answer.new or answer.counted):
                 answer.counted = True

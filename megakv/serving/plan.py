@@ -37,14 +37,15 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Attach:
-    """Spans of nodes are appended to a sequence's cache, which is made if it is new.
+    """Spans of nodes are appended to a sequence's cache, which is made if it is new, for so many tokens of a prompt.
 
-    One that is compressed has a `turn`: the tokens of its prompt. Its passes have no other sequence.
+    One that `compresses` does when those have been read. Its passes have no other sequence.
     """
 
     sequence: int
     nodes: tuple[int, ...]
-    turn: int | None = None
+    prompt: int = 0
+    compresses: bool = False
 
 
 @dataclass(frozen=True, slots=True)

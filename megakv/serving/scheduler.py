@@ -168,18 +168,21 @@ class Scheduler:
         if decoding.sequences and (due or self._owed > 0):
             return first
         order = turns(readers)
-        least = self._chunks(readers, order, decoding, self._gap)
+        least = self._short(readers, order, decoding)
         slice_s, exceeds = self._slice(decoding), max(self._exceeds, default=1.0)
         planned_s = slice_s / exceeds
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
             return first if waited_s else self._beside(least, decoding)
+        chunks = self._filling(readers, order, sum(most), slice_s, decoding)
+        if decoding.sequences and self._mixes(least, decoding):
+            if self._short_s(readers, least, decoding) < self._paused_s(readers, chunks, decoding):
+                return first if waited_s else self._beside(least, decoding)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
         if any(ending) and not self._ended:
             self._ended = not waited_s
             return first if waited_s else self._beside(ending, decoding)
         self._ended = False
-        chunks = self._filling(readers, order, sum(most), slice_s, decoding)
         seconds = self._times.seconds(_size(PassSize(), readers, chunks))
         stops = self._slices.begin(sum(chunks), seconds * exceeds, slice_s - waited_s)
         if stops is None and waited_s:
@@ -200,7 +203,7 @@ class Scheduler:
             self._slices.went(parts)
             self._ahead = self._slices.ahead(self._slice(decoding))
             self._owed = self._owed + self._settings.decode_share * sum(parts) if decoding.sequences else 0.0
-        chunks = self._chunks(readers, turns(readers), decoding, self._gap) if readers and not self._read else []
+        chunks = self._short(readers, turns(readers), decoding) if readers and not self._read else []
         reads = bool(chunks) and self._comes_first(readers, chunks)
         if decoding.sequences and (not self._decoded or (self._owed > 0 and not reads)):
             self._decoded = True
@@ -225,6 +228,34 @@ class Scheduler:
         # A part of a prompt is worth as much of its first token.
         ended, held_up = (sum(count / reader.left for reader, count in some) for some in (new, self._paused))
         return ended * self._slices.left_s > held_up * self._times.seconds(_size(PassSize(), readers, chunks))
+
+    def _short(self, readers: Sequence[Reader], order: Sequence[int], decoding: PassSize) -> list[int]:
+        """What is read beside a token of each stream within the gap: in the same pass, where that reads it sooner."""
+        if not decoding.sequences:
+            return self._chunks(readers, order, decoding, self._gap)
+        choices = [self._chunks(readers, order, PassSize(), self._gap - self._times.seconds(decoding))]
+        if (most := self._most_mixed - decoding.sequences) >= 1:
+            choices.append(self._chunks(readers, order, decoding, self._gap, most))
+        return min(choices, key=lambda chunks: self._short_s(readers, chunks, decoding))
+
+    def _short_s(self, readers: Sequence[Reader], chunks: Sequence[int], decoding: PassSize) -> float:
+        """Seconds for each token of prompts that are read beside a token of each stream."""
+        if self._mixes(chunks, decoding):
+            seconds = self._times.seconds(_size(decoding, readers, chunks))
+        else:
+            seconds = self._times.seconds(_size(PassSize(), readers, chunks)) + self._times.seconds(decoding)
+        return self._with_share(seconds, 1, decoding) / sum(chunks)
+
+    def _paused_s(self, readers: Sequence[Reader], chunks: Sequence[int], decoding: PassSize) -> float:
+        """The same, of those that are read in a pass that pauses for streams."""
+        seconds = self._times.seconds(_size(PassSize(), readers, chunks)) * max(self._exceeds, default=1.0)
+        pauses = self._slices.pauses(sum(chunks), seconds, self._slice(decoding))
+        return self._with_share(seconds + pauses * self._times.seconds(decoding), pauses, decoding) / sum(chunks)
+
+    def _with_share(self, seconds: float, steps: float, decoding: PassSize) -> float:
+        """With what decoding is owed for them, given so many tokens of each stream meanwhile."""
+        share = self._settings.decode_share
+        return seconds + max(share * seconds - steps * self._times.seconds(decoding), 0.0) / (1 - share)
 
     def _beside(self, chunks: list[int], decoding: PassSize) -> Choice:
         """Chunks, and a token of each stream: in one pass, or in the next one."""
@@ -273,9 +304,17 @@ class Scheduler:
         """Seconds that are planned for a pass of prompts and streams."""
         return self._settings.max_gap_s * GAP_SHARE / self._times.margin
 
-    def _chunks(self, readers: Sequence[Reader], order: Sequence[int], decoding: PassSize, seconds: float) -> list[int]:
-        """As many tokens of prompts as fit into so many seconds beside what decodes."""
-        limit = min(self._settings.chunk_tokens, self._times.trusted_prompt, sum(reader.left for reader in readers))
+    def _chunks(
+        self,
+        readers: Sequence[Reader],
+        order: Sequence[int],
+        decoding: PassSize,
+        seconds: float,
+        most: float = math.inf,
+    ) -> list[int]:
+        """As many tokens of prompts, at most so many, as fit into so many seconds beside what decodes."""
+        left = sum(reader.left for reader in readers)
+        limit = int(min(self._settings.chunk_tokens, self._times.trusted_prompt, left, most))
 
         def fits(total: int) -> bool:
             return self._times.seconds(_size(decoding, readers, allot(readers, order, total))) <= seconds

@@ -14,6 +14,10 @@ from megakv.forward_pass import Pauses
 from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
 
+BLOCK_TOKENS = 2048
+"""Of a prompt that is read in small chunks, memory is taken for so many at a time: attention to each piece takes time of
+its own, and what is kept of a prompt goes node by node, but a piece with the last node that is in it."""
+
 
 class ServedEngine(Protocol):
     """What serving needs of an engine."""
@@ -36,6 +40,8 @@ class Worker:
         self._engine, self._comm, self._store = engine, comm, store
         self._caches: dict[int, ShardedCache] = {}
         self._turns: dict[int, Turn] = {}
+        # Of those that are read, how many tokens their prompts have.
+        self._prompts: dict[int, int] = {}
 
     def prepare(self, plan: Plan) -> dict[int, str]:
         """Carry out a plan's commands; what of the disk could not be read, by node, on any rank, and why."""
@@ -45,21 +51,24 @@ class Worker:
                 cache.reset()
             self._caches.clear()
             self._turns.clear()
+            self._prompts.clear()
             self._store.forget()
         for command in plan.commands:
             match command:
                 case Keep():
                     self._store.keep(command, self._caches[command.sequence])
-                case Attach(sequence, nodes, turn):
+                case Attach(sequence, nodes, prompt, compresses):
                     if sequence not in self._caches:
-                        self._caches[sequence] = self._engine.new_cache(forgets=False, compresses=turn is not None)
-                    if turn is not None:
-                        self._turns[sequence] = Turn(0, turn)
+                        self._caches[sequence] = self._engine.new_cache(forgets=False, compresses=compresses)
+                        self._prompts[sequence] = prompt
+                    if compresses:
+                        self._turns[sequence] = Turn(0, prompt)
                     self._store.attach(nodes, self._caches[sequence])
                 case Close(sequence):
                     # Whoever still knows it holds no memory.
                     self._caches.pop(sequence).reset()
                     self._turns.pop(sequence, None)
+                    self._prompts.pop(sequence, None)
                 case Await():
                     for failed in self._comm.gather_objects(self._store.receive(command)):
                         unread |= failed
@@ -77,5 +86,10 @@ class Worker:
         if not plan.sequences:
             return None
         caches = [self._caches[sequence] for sequence in plan.sequences]
+        for sequence, cache in zip(plan.sequences, caches, strict=True):
+            if (prompt := self._prompts.get(sequence, 0)) > cache.length:
+                cache.preallocate(min(prompt, cache.length + BLOCK_TOKENS))
+            else:
+                self._prompts.pop(sequence, None)
         turn = self._turns.get(plan.sequences[0])
         return self._engine.extend(caches, plan.tokens, pauses=pauses, turn=turn)

@@ -165,9 +165,9 @@ class Simulation:
                     assert len(self.spans[node]) == last - first
                 case Write(node, key):
                     self.files[key] = self.spans[node]
-                case Attach(sequence, nodes, turn):
-                    if turn is not None:
-                        self._turns[sequence] = turn
+                case Attach(sequence, nodes, prompt, compresses):
+                    if compresses:
+                        self._turns[sequence] = prompt
                     assert not nodes or sequence not in self._turns
                     held = self.caches.get(sequence, ())
                     self.caches[sequence] = held + tuple(token for node in nodes for token in self.spans[node])

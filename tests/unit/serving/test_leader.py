@@ -159,7 +159,7 @@ def test_what_happens_within_a_pass_that_pauses() -> None:
 
 def test_those_whose_caches_are_compressed_take_turns_with_others() -> None:
     """One pass of each between two of all others, within a long pass too; beginnings are not shared with them."""
-    simulation = Simulation(ServingSettings(max_gap_s=0.3))
+    simulation = Simulation(ServingSettings(max_gap_s=0.3), most_mixed=0)
     prompt = tokens(60)
     alone = [simulation.submit(f"alone {n}", prompt, 40, compresses=True) for n in range(2)]
     others = [simulation.submit(f"other {n}", prompt, 40) for n in range(2)]

@@ -106,9 +106,36 @@ def test_prompts_and_streams_share_no_pass_where_that_takes_longer(share: float,
     assert max(max(stream.gaps) for stream in streams) <= 0.3
 
 
+@pytest.mark.parametrize("mixes", [True, False])
+def test_a_long_prompt_is_read_beside_streams_in_the_way_that_takes_less(mixes: bool) -> None:
+    """In short passes with streams where they read it about as fast, else in long ones that pause."""
+    machine, took = Machine(), list[float]()
+    seconds = machine.seconds
+
+    def slower(pasts: Sequence[int], new: Sequence[int], decodes: Sequence[bool]) -> float:
+        short = not all(decodes) and sum(new) < 200
+        return seconds(pasts, new, decodes) * (1.4 if short and not mixes else 1.0)
+
+    machine.seconds = slower  # type: ignore[method-assign]
+    for most_mixed in (200, 0):
+        simulation = Simulation(ServingSettings(max_gap_s=0.3), machine=machine, most_mixed=most_mixed)
+        warm_up(simulation)
+        streams = [simulation.submit(f"s{number}", tokens(5), 1000) for number in range(4)]
+        for _ in range(10):
+            simulation.step()
+        simulation.pauses = 0
+        long = simulation.submit("long", tokens(7000), 1)
+        simulation.run()
+        assert (simulation.pauses == 0) == (mixes and most_mixed > 0)
+        assert max(max(stream.gaps) for stream in streams) <= 0.3
+        took.append(long.times[0] - long.submitted)
+    assert took[0] < took[1] or not mixes
+
+
 def test_nothing_is_owed_to_streams_that_were_not_there() -> None:
     """A long prompt is read alone; then somebody streams, and prompts go on being read."""
-    simulation = Simulation(ServingSettings(max_gap_s=0.5, decode_share=0.5), machine=Machine(each=0.3, token=1e-5))
+    settings, machine = ServingSettings(max_gap_s=0.5, decode_share=0.5), Machine(each=0.3, token=1e-5)
+    simulation = Simulation(settings, machine=machine, most_mixed=0)
     simulation.submit("long", tokens(90_000), 1)
     for _ in range(20):
         simulation.step()
@@ -138,7 +165,7 @@ def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
 )
 def test_who_is_read_within_a_pass_of_many_prompts(options: dict[str, Any], soon: bool) -> None:
     """Not one for whom all the others would wait, unless it is its turn."""
-    simulation, later = Simulation(ServingSettings(max_gap_s=0.3)), list[Stream]()
+    simulation, later = Simulation(ServingSettings(max_gap_s=0.3), most_mixed=0), list[Stream]()
     warm_up(simulation)
     stream = simulation.submit("stream", tokens(5), 200)
     for _ in range(10):
