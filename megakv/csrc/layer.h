@@ -45,7 +45,10 @@ void rotate(T* heads, int64_t count, int64_t dim, const void* norm, float eps, c
     std::copy(own, own + half, own + dim);
     each_vector(0, dim, [&](int64_t d, int64_t lanes) {
       Floats turned = some(own + d + half, lanes);
-      for (int64_t lane = 0; lane < LANES && d + lane < half; ++lane) turned[lane] = -turned[lane];
+      if (d + LANES <= half)
+        turned = -turned;
+      else
+        for (int64_t lane = 0; d + lane < half; ++lane) turned[lane] = -turned[lane];
       store_rounded(heads + d,
                     kept<T>(some(own + d, lanes) * some(cos + d, lanes)) + kept<T>(turned * some(sin + d, lanes)),
                     lanes);
@@ -68,7 +71,7 @@ void rotate_all(const Layer& layer, int64_t rows, const T* cos, const T* sin, in
 
 inline Floats activated(Floats x, int64_t kind) {
   // Of numbers beyond what exponentials reach nothing is left.
-  if (kind == SILU) return x < -87.0f ? x * exponential(x) : x / (1.0f + exponential(x < -87.0f ? all(0.0f) : -x));
+  if (kind == SILU) return x < -87.0f ? x * 0.0f : x / (1.0f + exponential(x < -87.0f ? all(0.0f) : -x));
   Floats y;
   if (kind == GELU_TANH) {
     const Floats inner = 0.79788456080286536f * (x + 0.044715f * x * x * x);

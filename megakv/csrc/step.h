@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <utility>
+
 #include "decode.h"
 #include "prefill.h"
 #include "rounding.h"
@@ -133,6 +135,7 @@ void attend_several(const Step& s, const Held& held, int64_t sequence, int64_t b
   const int64_t count = end - begin;
   std::vector<int64_t> first(count), last(count);
   int64_t passed = 0;
+  bool begun = false;
   for (const Run* run = held.runs + held.bounds[sequence]; run < held.runs + held.bounds[sequence + 1]; ++run) {
     for (int64_t i = 0; i < count; ++i) first[i] = low[i] - passed, last[i] = high[i] - passed;
     passed += run->keys;
@@ -143,10 +146,17 @@ void attend_several(const Step& s, const Held& held, int64_t sequence, int64_t b
     p.q_head = s.q.head, p.q_step = s.q.row;
     p.k_head = run->k_head, p.k_step = run->k_step, p.v_head = run->v_head, p.v_step = run->v_step;
     p.low = first.data(), p.high = last.data(), p.scale = scale;
+    const auto attend = [&](float* out, float* lse) {
+      with_cell<T>(s.pairs && p.group * count > FEW_QUERIES, [&](auto cell) {
+        many::prefill<T, decltype(cell)>(p, row<T>(s.q, 0, begin), run->k, run->v, threads, out, lse);
+      });
+    };
+    if (!std::exchange(begun, true)) {
+      attend(&found.out[begin * s.heads * s.value_dim], &found.lse[begin * s.heads]);
+      continue;
+    }
     Found own(s, count);
-    with_cell<T>(s.pairs && p.group * count > FEW_QUERIES, [&](auto cell) {
-      many::prefill<T, decltype(cell)>(p, row<T>(s.q, 0, begin), run->k, run->v, threads, own.out.data(), own.lse.data());
-    });
+    attend(own.out.data(), own.lse.data());
     found.merge(begin * s.heads, own, s.value_dim);
   }
 }

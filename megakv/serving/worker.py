@@ -15,8 +15,8 @@ from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
 
 BLOCK_TOKENS = 2048
-"""Of a prompt that is read in small chunks, memory is taken for so many at a time: attention to each piece takes time of
-its own, and what is kept of a prompt goes node by node, but a piece with the last node that is in it."""
+"""Of a prompt, memory is taken for so many at a time: attention to each piece takes time of its own, and a piece goes
+with the last of the kept prefixes that lie in it."""
 
 
 class ServedEngine(Protocol):
