@@ -5,8 +5,9 @@ profile, over the ranks of a runahead chain, on one rank, or balanced for the ri
 first token first. Where it is balanced, each layer then takes pass-KV or pass-Q by its own shape.
 
 That goes by ``megakv.context_parallel.policy``: ``cost`` takes what the cost model predicts to be fastest from the
-hardware profile, or without one what sends the fewer bytes, pass-Q's All2All included; ``alg1`` and ``alg5`` are the
-paper's Algorithms 1 and 5, with the compute and bandwidth of the profile; ``fitted`` is the rule of Appendix D with the
+hardware profile, or without one pass-KV where attention hides its messages, by what a little of both took here, and else
+what sends the fewer bytes, pass-Q's All2All included; ``alg1`` and ``alg5`` are the paper's Algorithms 1 and 5, with the
+compute and bandwidth of the profile; ``fitted`` is the rule of Appendix D with the
 constants of a fit file. None are shipped: the published ones would choose pass-Q for a full prefill of 128K tokens,
 against the paper's own text. Decode is chosen by the cost model, or by bytes of weights and the batch size.
 
@@ -59,6 +60,8 @@ class Evidence:
     policy: str = "cost"
     profile: HardwareProfile | None = None
     fit: PolicyFit | None = None
+    flops_per_byte: float | None = None
+    """Of attention, on a rank, in the time that a byte of the ring takes; where there is no profile, if at all."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,9 @@ def choose_prefill(evidence: Evidence, workload: Workload, shape: AttentionShape
         return "pass_kv" if evidence.fit.h(workload.total_new, cached) > 0 else "pass_q"
     profile = evidence.profile
     if profile is None:
+        if (ratio := evidence.flops_per_byte) is not None:
+            if workload.total_new >= new_tokens_hiding_kv(shape, size=workload.size, flops=ratio, bandwidth=1.0):
+                return "pass_kv"
         return "pass_q" if workload.miss_rate < miss_rate_of_equal_traffic(shape) else "pass_kv"
     if evidence.policy == "cost":
         times = LayerTimes(profile, shape, workload)

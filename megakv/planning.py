@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.methods import METHODS, prefill_methods
 from megakv.cache.cache import ShardedCache
 from megakv.choice import (
+    Evidence,
     PrefillChoice,
     choose_decode,
     choose_prefill,
@@ -22,6 +23,7 @@ from megakv.choice import (
 )
 from megakv.config import ContextParallelConfig
 from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.measure.intensity import flops_per_byte
 from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.sliced import worth_bytes
@@ -69,7 +71,11 @@ class PassPlanner:
         self._agreement = Agreement(self.comm)
         dtype = None if self.shape is None else self.shape.dtype
         self.evidence = load_evidence(self.config, self.comm, heads=self.heads, kv_heads=self.kv_heads, dtype=dtype)
-        profile = self.evidence.profile
+        profile, mesh = self.evidence.profile, self.comm.mesh
+        measures = self.config.prefill == "auto" and self.evidence == Evidence()
+        if measures and mesh.cp_size > 1 and mesh.device.type == "cpu":
+            here = flops_per_byte(self.comm, dtype or torch.float32)
+            self.evidence = replace(self.evidence, flops_per_byte=self._agreement.decide(lambda: here))
         self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape)
         self._predictions: PrefillPlanner | None = None
         if profile is not None and self.shape is not None:

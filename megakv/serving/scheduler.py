@@ -1,9 +1,10 @@
 """Who is served next, and how much of each prompt a pass reads, so that nobody's stream stalls.
 
 Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
-read beside one token of each stream, within the gap that is allowed. More is read in long chunks without streams, since
-short ones take longer in all: such a pass pauses in its layers, where streams have their tokens, and newcomers their
-first chunks, in passes of their own (layered prefill), unless what the pass reads would wait longer in all than they.
+read beside one token of each stream, within the gap that is allowed. More is read in as short passes, shared with
+streams, where those are about as fast for each token of it; else in long chunks without streams: such a pass pauses in
+its layers, where streams have their tokens, and newcomers their first chunks, in passes of their own (layered prefill),
+unless what the pass reads would wait longer in all than they.
 Where decoding is to keep a share of the time, a pause has as many of them as that takes. Prompts and streams do not
 share a pass that takes longer than one of each.
 """

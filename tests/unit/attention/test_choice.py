@@ -84,6 +84,17 @@ def test_without_a_profile_the_fewer_bytes_are_sent() -> None:
         assert choose_prefill(Evidence(), Workload((new,), (cached,), 2), shape) == smaller
 
 
+def test_without_a_profile_keys_and_values_travel_where_attention_hides_them() -> None:
+    """By what both took here; of fewer tokens the fewer bytes are sent, as where that is not known."""
+    shape = AttentionShape(9, 3, 64, 64, 2)
+    # Equation 2: 2 ranks, 768 bytes of a row, 2,304 operations of a pair.
+    evidence, least = Evidence(flops_per_byte=240.0), 160
+    for new, method in ((least - 1, "pass_q"), (least, "pass_kv"), (1000, "pass_kv")):
+        assert choose_prefill(evidence, Workload((new,), (20_000,), 2), shape) == method
+        assert choose_prefill(Evidence(), Workload((new,), (20_000,), 2), shape) == "pass_q"
+    assert choose_prefill(evidence, Workload((100,), (100,), 2), shape) == "pass_kv"
+
+
 def test_cost_model_finds_the_faster_method() -> None:
     profile, chosen = h100(), set()
     for rate in (0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.3, 1.0):
@@ -111,7 +122,8 @@ def test_fitted_rule() -> None:
 
 
 def test_explicit_settings_are_obeyed() -> None:
-    comm: Any = SimpleNamespace(mesh=SimpleNamespace(cp_size=4, cp_rank=0, tp_size=1, rank=0))
+    device = torch.device("meta")
+    comm: Any = SimpleNamespace(mesh=SimpleNamespace(cp_size=4, cp_rank=0, tp_size=1, rank=0, device=device))
 
     def planner(**settings: str) -> PassPlanner:
         return PassPlanner(comm, ContextParallelConfig(size=4, **settings), heads=8, kv_heads=4)
