@@ -33,6 +33,9 @@ MOST_EXCESS = 2.0
 """How much that is at most."""
 LEAST_SLICE = 0.25
 """Part of the gap for which a pass goes on between two pauses in any case, however long the streams' tokens take."""
+LEAST_GAIN = 1.15
+"""How many times as long short passes take for a prompt that began with them before one that pauses takes their place:
+that is predicted less well."""
 OLDEST_SHARE = 4
 """One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
 
@@ -130,7 +133,9 @@ class Scheduler:
         self._waited_s = 0.0
         # Streams wait for the end of a short pass of prompts alone.
         self._due = self._waits = False
-        # Before it those prompts had their turn that end within a gap.
+        # Of which prompt most was left, by its arrival, and whether short passes were best for it at first.
+        self._first_way = (-1, False)
+        # Those prompts had their turn that end within a gap, before all others.
         self._ended = False
 
     def measured(self, size: PassSize, seconds: float, *, reading: bool) -> None:
@@ -175,15 +180,19 @@ class Scheduler:
         most = self._chunks(readers, order, PassSize(), self._layers * planned_s)
         if sum(most) <= sum(least):
             return first if waited_s else self._beside(least, decoding)
-        chunks = self._filling(readers, order, sum(most), slice_s, decoding)
-        if decoding.sequences and self._mixes(least, decoding):
-            if self._short_s(readers, least, decoding) < self._paused_s(readers, chunks, decoding):
-                return first if waited_s else self._beside(least, decoding)
         ending = [new if new == reader.left else 0 for reader, new in zip(readers, least, strict=True)]
         if any(ending) and not self._ended:
             self._ended = not waited_s
             return first if waited_s else self._beside(ending, decoding)
         self._ended = False
+        chunks = self._filling(readers, order, sum(most), slice_s, decoding)
+        if decoding.sequences and self._mixes(least, decoding):
+            ratio = self._short_s(readers, least, decoding) / self._paused_s(readers, chunks, decoding)
+            longest = max(readers, key=lambda reader: reader.left).arrival
+            if self._first_way[0] != longest:
+                self._first_way = longest, ratio < 1
+            if ratio < (LEAST_GAIN if self._first_way[1] else 1.0):
+                return first if waited_s else self._beside(least, decoding)
         seconds = self._times.seconds(_size(PassSize(), readers, chunks))
         stops = self._slices.begin(sum(chunks), seconds * exceeds, slice_s - waited_s)
         if stops is None and waited_s:
