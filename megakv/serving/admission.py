@@ -9,9 +9,9 @@ from megakv.serving.answer import Answer
 from megakv.serving.plan import Attach, Close
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Progress
-from megakv.serving.scheduler import Queue, turns
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts
+from megakv.serving.turns import Queue, turns
 
 
 class Admission:

@@ -17,9 +17,10 @@ from megakv.serving.prefix_node import Node
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
-from megakv.serving.scheduler import Choice, Queue, Reader, Scheduler
+from megakv.serving.scheduler import Choice, Scheduler
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts
+from megakv.serving.turns import Queue, Reader
 
 MOST_FAILURES = 2
 """An answer that was part of so many passes that failed ends with the error."""

@@ -1,10 +1,9 @@
-"""Who is served next, and how much of each prompt a pass reads, so that nobody's stream stalls.
+"""What the next pass computes, and how much of each prompt it reads, so that nobody's stream stalls.
 
-Those of higher priority are admitted first, and among equals users take turns. Where little of prompts is left, it is
-read beside one token of each stream, within the gap that is allowed. More is read in as short passes, shared with
-streams, where those are about as fast for each token of it; else in long chunks without streams: such a pass pauses in
-its layers, where streams have their tokens, and newcomers their first chunks, in passes of their own (layered prefill),
-unless what the pass reads would wait longer in all than they.
+Where little of prompts is left, it is read beside one token of each stream, within the gap that is allowed. More is
+read in as short passes, shared with streams, where those are about as fast for each token of it; else in long chunks
+without streams: such a pass pauses in its layers, where streams have their tokens, and newcomers their first chunks, in
+passes of their own (layered prefill), unless what the pass reads would wait longer in all than they.
 Where decoding is to keep a share of the time, a pause has as many of them as that takes. Prompts and streams do not
 share a pass that takes longer than one of each.
 """
@@ -12,14 +11,14 @@ share a pass that takes longer than one of each.
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
 from megakv.serving.pass_times import PassSize, PassTimes
 from megakv.serving.settings import ServingSettings
 from megakv.serving.slices import Slices
+from megakv.serving.turns import Reader, allot, turns
 
 LEAST_CHUNK = 16
 """New prompt tokens that a pass has in any case, however long it takes."""
@@ -36,70 +35,6 @@ LEAST_SLICE = 0.25
 LEAST_GAIN = 1.15
 """How many times as long short passes take for a prompt that began with them before one that pauses takes their place:
 that is predicted less well."""
-OLDEST_SHARE = 4
-"""One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
-
-
-class Waiting(Protocol):
-    """What is known of a request."""
-
-    @property
-    def priority(self) -> int: ...
-    @property
-    def user(self) -> str: ...
-    @property
-    def arrival(self) -> int: ...
-
-
-W = TypeVar("W", bound=Waiting)
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A prompt that is being read: `past` tokens are there, `left` are not; lower `arrival` came before."""
-
-    priority: int
-    user: str
-    arrival: int
-    past: int
-    left: int
-
-
-class Queue(Generic[W]):
-    """Requests that wait: by priority, then by turns of users, then in the order in which they came."""
-
-    def __init__(self) -> None:
-        self._lines: dict[tuple[int, str], deque[W]] = {}
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[W]:
-        return (each for line in self._lines.values() for each in line)
-
-    def add(self, request: W, *, first: bool = False) -> None:
-        """Behind those of its priority and user, or before them."""
-        line = self._lines.setdefault((request.priority, request.user), deque())
-        line.appendleft(request) if first else line.append(request)
-        self._length += 1
-
-    def remove(self, request: W) -> None:
-        """One of those that wait leaves."""
-        key = (request.priority, request.user)
-        self._lines[key].remove(request)
-        self._length -= 1
-        if not self._lines[key]:
-            del self._lines[key]
-
-    def head(self, running: Iterable[Waiting]) -> W | None:
-        """Whose turn it is: of the highest priority the user who has least running, and then who came first."""
-        if not self._lines:
-            return None
-        counts = Counter(each.user for each in running)
-        top = max(priority for priority, _ in self._lines)
-        heads = [line[0] for (priority, _), line in self._lines.items() if priority == top]
-        return min(heads, key=lambda each: (counts[each.user], each.arrival))
 
 
 @dataclass(frozen=True)
@@ -330,32 +265,6 @@ class Scheduler:
             return self._times.seconds(_size(decoding, readers, allot(readers, order, total))) <= seconds
 
         return allot(readers, order, _largest(min(LEAST_CHUNK, limit), limit, fits))
-
-
-def turns(readers: Sequence[Reader]) -> list[int]:
-    """In which order prompts are read: users take turns, and of each the one with the least left is first."""
-    by_length = sorted(range(len(readers)), key=lambda at: (readers[at].left, readers[at].arrival))
-    seen: Counter[str] = Counter()
-    places = {}
-    for at in by_length:
-        reader = readers[at]
-        places[at] = (-reader.priority, seen[reader.user], reader.left, reader.arrival)
-        seen[reader.user] += 1
-    return sorted(by_length, key=places.__getitem__)
-
-
-def allot(readers: Sequence[Reader], order: Sequence[int], total: int) -> list[int]:
-    """So many tokens in that order; of the highest priority, the prompt that came first has its part in any case."""
-    chunks = [0] * len(readers)
-    top = max(reader.priority for reader in readers)
-    oldest = min((at for at in order if readers[at].priority == top), key=lambda at: readers[at].arrival)
-    chunks[oldest] = min(readers[oldest].left, -(-total // OLDEST_SHARE))
-    rest = total - chunks[oldest]
-    for at in order:
-        more = min(rest, readers[at].left - chunks[at])
-        chunks[at] += more
-        rest -= more
-    return chunks
 
 
 def _size(decoding: PassSize, readers: Sequence[Reader], chunks: Sequence[int]) -> PassSize:

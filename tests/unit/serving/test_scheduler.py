@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from megakv.serving.pass_times import PassSize, PassTimes
-from megakv.serving.scheduler import LEAST_CHUNK, Choice, Reader, Scheduler, allot, turns
+from megakv.serving.scheduler import LEAST_CHUNK, Choice, Scheduler
 from megakv.serving.settings import ServingSettings
+from megakv.serving.turns import Reader, allot, turns
 from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation, Stream
 
 
