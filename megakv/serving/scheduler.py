@@ -122,11 +122,12 @@ class Scheduler:
         self._ended = False
         chunks = self._filling(readers, order, sum(most), slice_s, decoding)
         if decoding.sequences and self._mixes(least, decoding):
-            ratio = self._short_s(readers, least, decoding) / self._paused_s(readers, chunks, decoding)
+            short_s = self._short_s(readers, least, decoding)
+            paused_s = self._paused_s(readers, chunks, decoding)
             longest = max(readers, key=lambda reader: reader.left).arrival
             if self._first_way[0] != longest:
-                self._first_way = longest, ratio < 1
-            if ratio < (LEAST_GAIN if self._first_way[1] else 1.0):
+                self._first_way = longest, short_s < paused_s
+            if short_s < paused_s * (LEAST_GAIN if self._first_way[1] else 1.0):
                 return first if waited_s else self._beside(least, decoding)
         seconds = self._times.seconds(_size(PassSize(), readers, chunks))
         stops = self._slices.begin(sum(chunks), seconds * exceeds, slice_s - waited_s)

@@ -261,6 +261,15 @@ def test_few_and_many_tokens_have_times_of_their_own() -> None:
     assert times.seconds(PassSize(sequences=300)) == pytest.approx(0.7)
 
 
+def test_a_prompt_comes_before_any_was_measured() -> None:
+    """As where the first passes of a server that has a slow model are single tokens."""
+    times = PassTimes()
+    for sequences in range(1, 5):
+        times.add(PassSize(sequences=sequences, context=10 * sequences), 0.5 * sequences)
+    choice = Scheduler(ServingSettings(), times, 30).next([Reader(0, "", 0, 0, 500)], PassSize(sequences=2, context=20))
+    assert sum(choice.chunks) > 0
+
+
 def test_nothing_is_known_at_first() -> None:
     times = PassTimes()
     assert times.seconds(PassSize(10, 50.0)) == 0
