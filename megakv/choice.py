@@ -5,9 +5,9 @@ profile, over the ranks of a runahead chain, on one rank, or balanced for the ri
 first token first. Where it is balanced, each layer then takes pass-KV or pass-Q by its own shape.
 
 That goes by ``megakv.context_parallel.policy``: ``cost`` takes what the cost model predicts to be fastest from the
-hardware profile, or without one pass-KV where attention hides its messages, by what a little of both took here, and
-else what sends the fewer bytes, pass-Q's All2All included; ``alg1`` and ``alg5`` are the paper's Algorithms 1 and 5,
-with the compute and bandwidth of the profile; ``fitted`` is the rule of Appendix D with the
+hardware profile, or without one what sends the fewer bytes, pass-Q's All2All included, and on processors pass-KV where
+attention hides its messages, by what a little of both took here; ``alg1`` and ``alg5`` are the paper's Algorithms 1 and
+5, with the compute and bandwidth of the profile; ``fitted`` is the rule of Appendix D with the
 constants of a fit file. None are shipped: the published ones would choose pass-Q for a full prefill of 128K tokens,
 against the paper's own text. Decode is chosen by the cost model, or by bytes of weights and the batch size.
 

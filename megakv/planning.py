@@ -74,7 +74,7 @@ class PassPlanner:
         profile, mesh = self.evidence.profile, self.comm.mesh
         measures = self.config.prefill == "auto" and self.evidence == Evidence()
         if measures and mesh.cp_size > 1 and mesh.device.type == "cpu":
-            here = flops_per_byte(self.comm, dtype or torch.float32)
+            here = self._agreement.together(lambda: flops_per_byte(self.comm, dtype or torch.float32))
             self.evidence = replace(self.evidence, flops_per_byte=self._agreement.decide(lambda: here))
         self.partitions = PartitionSource.from_config(self.runahead, comm=self.comm, model=self.shape)
         self._predictions: PrefillPlanner | None = None

@@ -15,8 +15,11 @@ from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
 
 BLOCK_TOKENS = 2048
-"""Of a prompt, memory is taken for so many at a time: attention to each piece takes time of its own, and a piece goes
-with the last of the kept prefixes that lie in it."""
+"""Of a prompt that is read in small chunks, memory is taken for so many at a time, at most: attention to each piece
+takes time of its own."""
+BLOCK_SHARE = 4
+"""One part in so many of what is there already, at most: a prompt may end early, and what is kept of it keeps the
+piece."""
 
 
 class ServedEngine(Protocol):
@@ -86,10 +89,15 @@ class Worker:
         if not plan.sequences:
             return None
         caches = [self._caches[sequence] for sequence in plan.sequences]
-        for sequence, cache in zip(plan.sequences, caches, strict=True):
+        for sequence, cache, tokens in zip(plan.sequences, caches, plan.tokens, strict=True):
             if (prompt := self._prompts.get(sequence, 0)) > cache.length:
-                cache.preallocate(min(prompt, cache.length + BLOCK_TOKENS))
+                cache.preallocate(min(prompt, cache.length + block(cache.length, len(tokens))))
             else:
                 self._prompts.pop(sequence, None)
         turn = self._turns.get(plan.sequences[0])
         return self._engine.extend(caches, plan.tokens, pauses=pauses, turn=turn)
+
+
+def block(held: int, new: int) -> int:
+    """Tokens that memory is taken for where so many more come behind those that are there: whole chunks."""
+    return max(min(BLOCK_TOKENS, held // BLOCK_SHARE) // new, 1) * new
