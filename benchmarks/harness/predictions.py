@@ -120,7 +120,7 @@ class Predictions:
                 # No formula knows a competing flow.
                 return {"predicted_s": None}
             case "runahead" if method == "auto":
-                return {"predicted_s": row["candidates_s"].get(CHOSEN[row["auto"]])}
+                return {"predicted_s": row["candidates_s"].get(CHOSEN.get(row["auto"]))}
         partition = tuple(row["partition"]) if row.get("partition") else None
         return {"predicted_s": self.prefill(method, context, partition=partition)}
 

@@ -171,6 +171,9 @@ class CaseBench:
         partition, facts = self._partition(name, context), dict[str, Any](auto=None, candidates_s=None)
         if name == "auto":
             choice: Any = self._peers.engine("auto", {})._runtime.planner.choice
+            if choice is None:
+                # A prompt as short as that went the way of decoding.
+                return {"auto": "tensor", "candidates_s": {}, "partition": None}
             facts = {"auto": chosen(sample.bytes_sent), "candidates_s": dict(choice.predicted_s)}
             if facts["auto"] == "runahead":
                 partition = choice.partitions[0]
