@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import Run
 from megakv.attention.reference import Alibi, dense_attention, difference
 from megakv.attention.visibility import Slots
 from megakv.library import TYPES, load
@@ -30,7 +31,8 @@ MOST_KEYS = 1 << 24
 """Beyond these neither the distances of linear biases nor all keys' numbers are exact in float32."""
 
 
-PROBLEM = struct.Struct("@20q2d")
+PROBLEM = struct.Struct("@16q2d")
+RUN = struct.Struct("@7q")
 """What the C++ calls so: a `ctypes.Structure` would take as long as a small call."""
 
 
@@ -46,7 +48,7 @@ class PrefillKernel:
         self._call = library.megakv_prefill
         pointer = ctypes.c_void_p
         self._call.argtypes = [
-            ctypes.c_char_p, pointer, pointer, pointer, ctypes.c_int, pointer, pointer,
+            ctypes.c_char_p, pointer, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int, pointer, pointer,
         ]  # fmt: skip
         self._call.restype = ctypes.c_int
         available = bool(library.megakv_prefill_pairs())
@@ -59,12 +61,11 @@ class PrefillKernel:
         rows, keys, dim = 128, 512, 64
         q, kv = (torch.ones((n, dim), dtype=torch.bfloat16, device="cpu") for n in (rows, keys))
         out, lse = (torch.empty((rows, n), dtype=torch.float32, device="cpu") for n in (dim, 1))
-        strides = (0, dim) * 3
-        given = q.data_ptr(), kv.data_ptr(), kv.data_ptr(), 1, out.data_ptr(), lse.data_ptr()
+        given = q.data_ptr(), RUN.pack(*Run.of(kv[None], kv[None])), 1, 1, out.data_ptr(), lse.data_ptr()
         seconds = []
         for pairs in (False, True):
             sizes = TYPES[q.dtype], pairs, 1, 1, rows, keys, dim, dim
-            call = functools.partial(self._call, PROBLEM.pack(*sizes, *strides, *(0,) * 6, 1.0, 0.0), *given)
+            call = functools.partial(self._call, PROBLEM.pack(*sizes, 0, dim, *(0,) * 6, 1.0, 0.0), *given)
             seconds.append(min(timeit.repeat(call, number=1, repeat=TRIALS)))
         return seconds[0] / seconds[1]
 
@@ -103,15 +104,15 @@ class PrefillKernel:
         held = [x.contiguous() for x in bias]
         problem = PROBLEM.pack(
             TYPES[q.dtype], self.rounds(q.dtype), kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
-            *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], causal,
+            *q.stride()[:2], causal,
             *((0, 0) if ranges is None else (each.ctypes.data for each in ranges)),
             *((x.data_ptr() for x in held) if held else (0, 0, 0)),
             scale, softcap or 0.0,
         )  # fmt: skip
         out = torch.empty((rows, heads, value_dim), dtype=torch.float32, device="cpu")
         lse = torch.empty((rows, heads), dtype=torch.float32, device="cpu")
-        pointers = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if self._call(problem, *pointers, torch.get_num_threads(), out.data_ptr(), lse.data_ptr()):
+        runs = RUN.pack(*Run.of(k, v))
+        if self._call(problem, q.data_ptr(), runs, 1, torch.get_num_threads(), out.data_ptr(), lse.data_ptr()):
             raise MemoryError(f"no memory for tiles of attention with head dimensions {dim} and {value_dim}")
         return out.transpose(0, 1), lse.t()
 

@@ -27,9 +27,9 @@ template <class T> inline void pack(const T* from, int dim, float* to, int width
   for (; d < width; ++d) to[d] = 0;
 }
 
-// Cells of [rows, dim] values, from one row of cells to the next `width`: along columns.
-template <class T> inline void pack_columns(const T* from, int64_t step, int rows, int dim, float* to, int width) {
-  for (int r = 0; r < rows; ++r) pack(from + r * step, dim, to + r * width, width);
+// Cells of rows of `dim` values, from one row of cells to the next `width`: along columns.
+template <class T> inline void pack_columns(const T* const* from, int rows, int dim, float* to, int width) {
+  for (int r = 0; r < rows; ++r) pack(from[r], dim, to + r * width, width);
 }
 
 // Weights of two keys that follow one another, `step` cells apart where each has a cell of its own.
@@ -71,10 +71,10 @@ inline void pack(const BFloat16* from, int dim, Pair* to, int width) {
   std::memset((BFloat16*)to + dim, 0, (2 * width - dim) * sizeof *from);
 }
 
-inline void pack_columns(const BFloat16* from, int64_t step, int rows, int dim, Pair* to, int width) {
+inline void pack_columns(const BFloat16* const* from, int rows, int dim, Pair* to, int width) {
   static constexpr BFloat16 none[LANES] = {};
   for (int r = 0; r < rows; r += 2, to += width) {
-    const BFloat16 *const low = from + r * step, *const high = low + step;
+    const BFloat16 *const low = from[r], *const high = from[r + 1 < rows ? r + 1 : r];
     int d = 0;
     for (; d + LANES <= dim; d += LANES)
       store(to + d, widened(&low[d].bits) | widened(r + 1 < rows ? &high[d].bits : &none->bits) << 16);

@@ -13,6 +13,7 @@
 #include <omp.h>
 #include <vector>
 
+#include "runs.h"
 #include "vectors.h"
 
 namespace {
@@ -151,12 +152,6 @@ struct Shape {
   int key_dim, value_dim;
 };
 
-// Keys of a sequence that lie at one distance from each other, and elements from one head, or key, to the next.
-struct Run {
-  const void *k, *v;
-  int64_t keys, k_head, k_step, v_head, v_step;
-};
-
 struct Range {
   int64_t begin, end;
 };
@@ -206,12 +201,6 @@ void attend_chunk(const float* q, const Run& run, const Shape& s, Range heads, R
     }
   }
 }
-
-struct Runs {
-  const Run *first, *last;
-  const Run* begin() const { return first; }
-  const Run* end() const { return last; }
-};
 
 struct Input {
   const float* q;

@@ -5,15 +5,15 @@
 
 using namespace many;
 
-// q [heads, rows, key_dim], k [kv_heads, keys, key_dim] and v [kv_heads, keys, value_dim] in the problem's type, each
-// token's elements side by side. The results [rows, heads, value_dim] and [rows, heads] are float32 and contiguous.
-// Returns 0, or 1 if there is no memory for tiles.
-extern "C" int megakv_prefill(const Problem* problem, const void* q, const void* k, const void* v, int threads,
+// q [heads, rows, key_dim], and k [kv_heads, keys, key_dim] and v [kv_heads, keys, value_dim] in runs, in the problem's
+// type, each token's elements side by side. The results [rows, heads, value_dim] and [rows, heads] are float32 and
+// contiguous. Returns 0, or 1 if there is no memory for tiles.
+extern "C" int megakv_prefill(const Problem* problem, const void* q, const Run* runs, int64_t count, int threads,
                               float* out, float* lse) {
   return typed(problem->type, [&](auto like) {
     typedef decltype(like) T;
     with_cell<T>(problem->pairs, [&](auto cell) {
-      prefill<T, decltype(cell)>(*problem, q, k, v, threads, out, lse);
+      prefill<T, decltype(cell)>(*problem, q, {runs, runs + count}, threads, out, lse);
     });
   });
 }

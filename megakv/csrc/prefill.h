@@ -17,6 +17,7 @@
 
 #include "cells.h"
 #include "products.h"
+#include "runs.h"
 #include "vectors.h"
 
 namespace {
@@ -42,8 +43,8 @@ struct Problem {
   int64_t type;   // 0 float32, 1 bfloat16, 2 float16
   int64_t pairs;  // bfloat16 is multiplied as it is, by pairs, and weights are rounded to it
   int64_t kv_heads, group, rows, keys, key_dim, value_dim;
-  // Elements from one head, or token, to the next.
-  int64_t q_head, q_step, k_head, k_step, v_head, v_step;
+  // Elements of queries from one head, or token, to the next.
+  int64_t q_head, q_step;
   // [rows] each: row i sees keys low[i] to high[i] - 1. None: keys up to i, where it is causal, or else all.
   int64_t causal;
   const int64_t *low, *high;
@@ -169,8 +170,8 @@ template <class Cell> void weigh(Panel& panel, int count, float factor, float* s
 
 // Query rows [first, end) of a KV head.
 template <class T, class Cell>
-void attend(const Problem& p, const void* q, const void* k, const void* v, int64_t head, int64_t first,
-            int64_t end, Buffers& buffers, float* out, float* lse) {
+void attend(const Problem& p, const void* q, Runs runs, int64_t head, int64_t first, int64_t end, Buffers& buffers,
+            float* out, float* lse) {
   const bool plain = !p.cap && !p.slopes;
   // Scores become exponents of 2.
   const double factor = plain ? p.scale * LOG2E : LOG2E;
@@ -195,18 +196,22 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
     }
   }
   std::fill_n(all_outputs, (int64_t)count * PANEL * value_width, 0.0f);
-  for (int64_t begin = low; begin < high; begin += TILE) {
-    const int tile = (int)std::min<int64_t>(TILE, high - begin);
-    for (int j = 0; j < tile; ++j)
-      pack((const T*)k + head * p.k_head + (begin + j) * p.k_step, dim, keys + j * cells, cells);
-    pack_columns((const T*)v + head * p.v_head + begin * p.v_step, p.v_step, tile, (int)p.value_dim, values,
-                 value_width);
-    const int next = (int)std::min<int64_t>(TILE, std::max<int64_t>(high - begin - TILE, 0));
+  // Where a tile's keys and values lie, and those of the next one.
+  const T *own_keys[2][TILE], *own_values[2][TILE];
+  Walk<T> walk(runs, head, low);
+  int next = (int)std::clamp<int64_t>(high - low, 0, TILE), turn = 0;
+  walk.take(next, own_keys[turn], own_values[turn]);
+  for (int64_t begin = low; begin < high; begin += TILE, turn = 1 - turn) {
+    const int tile = next;
+    for (int j = 0; j < tile; ++j) pack(own_keys[turn][j], dim, keys + j * cells, cells);
+    pack_columns(own_values[turn], tile, (int)p.value_dim, values, value_width);
+    next = (int)std::clamp<int64_t>(high - begin - TILE, 0, TILE);
+    walk.take(next, own_keys[1 - turn], own_values[1 - turn]);
     for (int i = 0; i < count; ++i) {
       // Meanwhile a part of the next tile is fetched.
       for (int j = i * next / count; j < (i + 1) * next / count; ++j) {
-        fetch((const T*)k + head * p.k_head + (begin + TILE + j) * p.k_step, p.key_dim);
-        fetch((const T*)v + head * p.v_head + (begin + TILE + j) * p.v_step, p.value_dim);
+        fetch(own_keys[1 - turn][j], p.key_dim);
+        fetch(own_values[1 - turn][j], p.value_dim);
       }
       Panel& panel = buffers.panels[i];
       if (panel.most_high <= begin || panel.least_low >= begin + tile) continue;
@@ -236,9 +241,9 @@ void attend(const Problem& p, const void* q, const void* k, const void* v, int64
   }
 }
 
+// Of keys and values that lie in runs, one after another: `p.keys` in all.
 template <class T, class Cell>
-void prefill(const Problem& p, const void* q, const void* k, const void* v, int threads, float* out,
-             float* lse) {
+void prefill(const Problem& p, const void* q, Runs runs, int threads, float* out, float* lse) {
   const int64_t rows = p.rows * p.group, value_width = padded(p.value_dim, LANES);
   if (!rows) return;
   if (p.kv_heads * rows * p.keys * (p.key_dim + p.value_dim) < LEAST_WORK) threads = 1;
@@ -264,8 +269,8 @@ void prefill(const Problem& p, const void* q, const void* k, const void* v, int 
   for (int64_t item = 0; item < blocks * p.kv_heads; ++item) {
     // The last rows see the most keys.
     const int64_t block = blocks - 1 - item / p.kv_heads, head = item % p.kv_heads;
-    attend<T, Cell>(p, q, k, v, head, block * size, std::min(rows, (block + 1) * size), buffers[omp_get_thread_num()],
-              out, lse);
+    attend<T, Cell>(p, q, runs, head, block * size, std::min(rows, (block + 1) * size), buffers[omp_get_thread_num()],
+                    out, lse);
   }
 }
 

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <utility>
-
 #include "decode.h"
 #include "prefill.h"
 #include "rounding.h"
@@ -78,22 +76,6 @@ struct Found {
 
   Found(const Step& s, int64_t rows)
       : out(rows * s.heads * s.value_dim), lse(rows * s.heads, -std::numeric_limits<float>::infinity()) {}
-
-  // Merges what rows of heads from `first` on found with other keys.
-  void merge(int64_t first, const Found& other, int64_t dim) {
-    for (size_t row = 0; row < other.lse.size(); ++row) {
-      float& own = lse[first + row];
-      const float top = std::max(own, other.lse[row]), base = finite(top);
-      const float kept = std::exp(own - base), added = std::exp(other.lse[row] - base), total = kept + added;
-      if (!total) continue;
-      float* const to = &out[(first + row) * dim];
-      const float* const from = &other.out[row * dim];
-      each_vector(0, dim, [&](int64_t i, int64_t lanes) {
-        store_rounded(to + i, (kept * some(to + i, lanes) + added * some(from + i, lanes)) / total, lanes);
-      });
-      own = base + std::log(total);
-    }
-  }
 };
 
 // Sequences that have one row each: all of them at once.
@@ -129,36 +111,16 @@ void attend_singles(const Step& s, const Held& held, const std::vector<int64_t>&
 
 // The rows [begin, end) of one sequence, each of which sees its keys from `low` to before `high`.
 template <class T>
-void attend_several(const Step& s, const Held& held, int64_t sequence, int64_t begin, int64_t end,
-                    const std::vector<int64_t>& low, const std::vector<int64_t>& high, float scale, int threads,
-                    Found& found) {
-  const int64_t count = end - begin;
-  std::vector<int64_t> first(count), last(count);
-  int64_t passed = 0;
-  bool begun = false;
-  for (const Run* run = held.runs + held.bounds[sequence]; run < held.runs + held.bounds[sequence + 1]; ++run) {
-    for (int64_t i = 0; i < count; ++i) first[i] = low[i] - passed, last[i] = high[i] - passed;
-    passed += run->keys;
-    if (last.back() <= 0 || first.front() >= run->keys) continue;
-    many::Problem p{};
-    p.kv_heads = s.kv_heads, p.group = s.heads / s.kv_heads, p.rows = count, p.keys = run->keys;
-    p.key_dim = s.key_dim, p.value_dim = s.value_dim;
-    p.q_head = s.q.head, p.q_step = s.q.row;
-    p.k_head = run->k_head, p.k_step = run->k_step, p.v_head = run->v_head, p.v_step = run->v_step;
-    p.low = first.data(), p.high = last.data(), p.scale = scale;
-    const auto attend = [&](float* out, float* lse) {
-      with_cell<T>(s.pairs && p.group * count > FEW_QUERIES, [&](auto cell) {
-        many::prefill<T, decltype(cell)>(p, row<T>(s.q, 0, begin), run->k, run->v, threads, out, lse);
-      });
-    };
-    if (!std::exchange(begun, true)) {
-      attend(&found.out[begin * s.heads * s.value_dim], &found.lse[begin * s.heads]);
-      continue;
-    }
-    Found own(s, count);
-    attend(own.out.data(), own.lse.data());
-    found.merge(begin * s.heads, own, s.value_dim);
-  }
+void attend_several(const Step& s, Runs runs, int64_t begin, int64_t end, const std::vector<int64_t>& low,
+                    const std::vector<int64_t>& high, float scale, int threads, Found& found) {
+  many::Problem p{};
+  p.kv_heads = s.kv_heads, p.group = s.heads / s.kv_heads, p.rows = end - begin, p.keys = runs.keys();
+  p.key_dim = s.key_dim, p.value_dim = s.value_dim, p.q_head = s.q.head, p.q_step = s.q.row;
+  p.low = low.data(), p.high = high.data(), p.scale = scale;
+  with_cell<T>(s.pairs && p.group * p.rows > FEW_QUERIES, [&](auto cell) {
+    many::prefill<T, decltype(cell)>(p, row<T>(s.q, 0, begin), runs, threads,
+                                     &found.out[begin * s.heads * s.value_dim], &found.lse[begin * s.heads]);
+  });
 }
 
 // See megakv_step.
@@ -168,20 +130,21 @@ void attend_step(const Step& s, const Held& held, float scale, const float* sink
   std::vector<int64_t> singles;
   for (int64_t sequence = 0; sequence < held.sequences; ++sequence) {
     const int64_t begin = held.begins[sequence], end = held.begins[sequence + 1], count = end - begin;
-    int64_t keys = 0, kept = 0;
-    for (int64_t i = held.bounds[sequence]; i < held.bounds[sequence + 1]; ++i) keys += held.runs[i].keys;
+    const Runs runs{held.runs + held.bounds[sequence], held.runs + held.bounds[sequence + 1]};
+    const int64_t keys = runs.keys();
+    int64_t kept = 0;
     for (int64_t index = begin; index < end; ++index) kept += held.stored[index];
     // What each row sees: those that this rank keeps lie last.
     std::vector<int64_t> low(count), high(count);
     for (int64_t i = 0; i < count; ++i) {
-      if (held.stored[begin + i]) append<T>(held.runs + held.bounds[sequence + 1] - 1, --kept, begin + i, s);
+      if (held.stored[begin + i]) append<T>(runs.last - 1, --kept, begin + i, s);
       low[i] = held.seen ? held.seen[begin + i] - held.first[sequence] : 0;
       high[i] = keys - kept;
     }
     if (count == 1)
       singles.push_back(sequence);
     else if (count)
-      attend_several<T>(s, held, sequence, begin, end, low, high, scale, threads, found);
+      attend_several<T>(s, runs, begin, end, low, high, scale, threads, found);
   }
   attend_singles<T>(s, held, singles, scale, threads, found);
   for (int64_t row = 0; row < s.rows * s.heads; ++row) {
