@@ -68,8 +68,8 @@ class TokenLayers:
     def begin(self, step: ForwardPass) -> None:
         """A pass begins. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
 
-        Passes over several caches are calls of their own: there it is done for prompts, and for the first pass behind
-        them. It is done again where somebody has begun to listen, or has replaced what calls layers, at any time.
+        Passes over several caches are calls of their own: there it is done where a prompt begins, and for the first pass
+        behind those of many tokens. It is done again where somebody has begun to listen, or has replaced what calls layers, at any time.
         """
         if step.token_step is None:
             if len(step.tokens) >= self._blocks.least_rows:
@@ -79,9 +79,7 @@ class TokenLayers:
         if step.generation is not None:
             same = step.generation is self._generation()
         else:
-            # Single tokens behind others: where none are, they are prompts.
-            goes_on = step.token_step.length == step.batch and step.cache.pasts(step.batch).all()
-            same = step.cache.outlives and bool(goes_on)
+            same = step.cache.outlives and bool(step.cache.pasts(step.batch).all())
         alike = self._state() == self._found and self._channels is self._comm.channels
         if self._stale or not same or not alike:
             self._look()
