@@ -24,11 +24,11 @@ constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
 constexpr int64_t FEW = 6, FEW_PAIRS = 16;
 // Outputs, and cells of each, that are then made at a time.
 constexpr int64_t TILE_OUTPUTS = 2 * LANES;
-constexpr int64_t PIECE = 32;
+constexpr int64_t PIECE = 128;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
 // Columns whose products are summed up in one running sum there: results of 16 bits have fewer digits to lose.
-template <class T> constexpr int64_t PIECES_RUN = sizeof(T) < sizeof(float) ? 256 : 128;
+template <class T> constexpr int64_t PIECES_RUN = sizeof(T) < sizeof(float) ? 1024 : 128;
 // Columns whose products are summed up in one running sum: more would cost digits.
 constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
@@ -159,6 +159,9 @@ template <class T> class Product {
   }
 
  private:
+  // Elements of a line of the cache.
+  static constexpr int64_t LINE = LINE_BYTES / sizeof(T);
+
   const Inputs& x;
   const T *weight, *bias;
   int64_t step, outputs;
@@ -207,17 +210,17 @@ template <class T> class Product {
           const int64_t length = std::min(COLUMNS, stop - d);
           const T* const from = weight + at * step + d;
           pack(from, count, length, tile);
-          // A column of lines of the next outputs is fetched with each product, as far as there are so many.
+          // Columns of lines of the next outputs are fetched with each product, as far as there are so many.
+          const int64_t cells = in_cells<Cell>(length), lines = std::max<int64_t>(cells / TILE_OUTPUTS, 1);
           int64_t ahead = next ? 0 : length;
-          for (int64_t row = 0; row < x.rows; ahead += LINE_BYTES / sizeof(T)) {
+          for (int64_t row = 0; row < x.rows; ahead += lines * LINE) {
             const int64_t left = x.rows - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
             const int64_t now = (left + parts - 1) / parts;
-            multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, in_cells<Cell>(length),
-                                        sums + row * TILE_OUTPUTS, d == first,
+            multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, cells, sums + row * TILE_OUTPUTS, d == first,
                                         ahead < length ? from + next + ahead : nullptr);
             row += now;
           }
-          for (; ahead < length; ahead += LINE_BYTES / sizeof(T))
+          for (; ahead < length; ahead += LINE)
             for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(from + next + row * step + ahead, 1);
         }
         for (int64_t i = 0; first && i < x.rows * TILE_OUTPUTS; i += LANES)
@@ -267,7 +270,8 @@ template <class T> class Product {
   }
 #endif
 
-  // The products of so many rows, R at most; what lies `ahead`, in as many rows as there are cells, is fetched meanwhile.
+  // The products of so many rows, R at most; what lies `ahead`, a line of each output after the other, is fetched
+  // meanwhile: as many as there are cells.
   template <int R, class Cell>
   void multiply_rows(int64_t rows, const Cell* own, const Cell* tile, int64_t cells, float* sums, bool fresh,
                      const T* ahead) const {
@@ -275,7 +279,8 @@ template <class T> class Product {
       product<R, 2, false>(own, x.step / NUMBERS<Cell>, 1, tile, TILE_OUTPUTS, cells, sums, TILE_OUTPUTS, nullptr, fresh,
                            beside);
     };
-    if (rows == R) return ahead ? call([&](int i) { fetch(ahead + i * step, 1); }) : call(Nothing{});
+    const auto bring = [&](int i) { fetch(ahead + i % TILE_OUTPUTS * step + i / TILE_OUTPUTS * LINE, 1); };
+    if (rows == R) return ahead ? call(bring) : call(Nothing{});
     if constexpr (R > 1) multiply_rows<R - 1>(rows, own, tile, cells, sums, fresh, ahead);
   }
 };
