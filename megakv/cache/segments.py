@@ -18,7 +18,7 @@ SPARE_DIVISOR = 30
 """Rows that were left behind go at once where they, with unused capacity, are more than this fraction of the others.
 Below that they go when the tail is full, as in every step of decoding."""
 SPARE_MINIMUM = 2
-MOST_SEGMENTS = 16
+MOST_SEGMENTS = 8
 """Attention to a segment costs a kernel call and a merge: of more frozen ones, the smallest neighbours are joined."""
 TINY_ROWS = 128
 """Neighbours that have no more rows together are joined in any case."""
