@@ -112,7 +112,7 @@ class Interleaving:
         """With what another sequence has read, if it begins alike."""
         row.cache = cache = self.engine.new_cache(forgets=False)
         if self.random.random() < 0.5:
-            cache.preallocate(len(row.tokens))
+            cache.preallocate([len(row.tokens)] * len(cache.layers))
         for other in self.rows:
             known = min(row.common, other.common, other.done, len(row.tokens) - 1)
             if other is row or other.cache is None or not known:

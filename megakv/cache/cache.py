@@ -66,7 +66,7 @@ class ShardedCache(TransformersCache):
         self._stores: list[KVStore | None] = [None] * layers
         # By layer and sequence; and those of a pass under way.
         self._notes: list[dict[int, Notes]] = [{} for _ in range(layers)]
-        self._expected = 0
+        self._expected: Sequence[int] = ()
         self._new_notes: dict[int, dict[int, Notes]] = {}
 
     @property
@@ -170,14 +170,17 @@ class ShardedCache(TransformersCache):
                 store = self._compressing(store, None if self._rotate is None else partial(self._rotate, layer))
             self._stores[layer] = store
             if self._expected:
-                store.preallocate(0, self._expected)
+                store.preallocate(0, self._expected[layer])
         return store
 
-    def preallocate(self, slots: int) -> None:
-        """So many slots will be there in all, of one sequence: memory may be taken for all of them at once."""
-        self._expected = -(-slots // self.size) + self.size
-        for store in filter(None, self._stores):
-            store.preallocate(0, self._expected)
+    def preallocate(self, slots: Sequence[int]) -> None:
+        """So many slots will be there in all, of one sequence: memory may be taken for all of them at once, layer by
+        layer.
+        """
+        self._expected = [-(-each // self.size) + self.size for each in slots]
+        for store, rows in zip(self._stores, self._expected, strict=True):
+            if store is not None:
+                store.preallocate(0, rows)
 
     def _compressing(self, store: KVStore, rotate: Rotate | None) -> KVStore:
         """The store of a layer that may be compressed, around that of all other rows."""

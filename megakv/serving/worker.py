@@ -91,13 +91,18 @@ class Worker:
         caches = [self._caches[sequence] for sequence in plan.sequences]
         for sequence, cache, tokens in zip(plan.sequences, caches, plan.tokens, strict=True):
             if (prompt := self._prompts.get(sequence, 0)) > cache.length:
-                cache.preallocate(min(prompt, cache.length + block(cache.length, len(tokens))))
+                new = blocks(cache.length, len(tokens), len(cache.layers))
+                cache.preallocate([min(prompt, cache.length + block) for block in new])
             else:
                 self._prompts.pop(sequence, None)
         turn = self._turns.get(plan.sequences[0])
         return self._engine.extend(caches, plan.tokens, pauses=pauses, turn=turn)
 
 
-def block(held: int, new: int) -> int:
-    """Tokens that memory is taken for where so many more come behind those that are there: whole chunks."""
-    return max(min(BLOCK_TOKENS, held // BLOCK_SHARE) // new, 1) * new
+def blocks(held: int, new: int, layers: int) -> list[int]:
+    """Tokens that each layer's memory is taken for where so many more come behind those that are there: whole chunks.
+
+    New memory takes time: not all layers' are of one size, so that they take it in different passes.
+    """
+    most = max(min(BLOCK_TOKENS, held // BLOCK_SHARE) // new, 1)
+    return [(most - layer % (most // 2 + 1)) * new for layer in range(layers)]
