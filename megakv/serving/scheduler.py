@@ -76,10 +76,10 @@ class Scheduler:
     def measured(self, size: PassSize, seconds: float, *, reading: bool) -> None:
         """A pass took so long; `reading` says whether a prompt was to be read at that time."""
         if size.sequences and reading:
-            alone = self._times.seconds(PassSize(sequences=size.sequences, context=size.context))
-            if not size.prompt_tokens or not alone:
-                alone = seconds
             # It advanced every stream by a token, for which decoding alone takes so long; one too many is made up for.
+            alone = seconds
+            if size.prompt_tokens:
+                alone = self._times.seconds(PassSize(sequences=size.sequences, context=size.context)) or seconds
             self._owed = max(-alone, self._owed + self._settings.decode_share * seconds - alone)
         elif self._waits:
             self._owed += self._settings.decode_share * seconds
