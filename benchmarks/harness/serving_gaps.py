@@ -22,8 +22,8 @@ SETTLED = 8
 SHORT_AT = (0.25, 0.6)
 """Where of the prompt a short request comes."""
 SHARES = (0.0, 0.54)
-"""Parts of the time that decoding keeps. A token takes longer while prompts are read, by the streams' contexts alone: half
-of the time would be less than half of the rate."""
+"""Parts of the time that decoding keeps. A token takes longer while prompts are read, by the streams' contexts alone:
+half of the time would be less than half of the rate."""
 
 
 def measure(arguments: argparse.Namespace) -> Rows:

@@ -130,6 +130,8 @@ class TokenStep:
         self._kernel, self._seen, self._gather = kernel, seen, gather
         self.length = bounds[-1]
         """Packed rows of all sequences."""
+        self.decodes = any(b - a == 1 for a, b in pairwise(bounds))
+        """Whether some sequence has a single one."""
         self._begins, marks = array("q", bounds), bytearray(self.length)
         for row in stored:
             marks[row] = 1

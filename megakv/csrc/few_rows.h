@@ -211,13 +211,14 @@ template <class T> class Product {
           const T* const from = weight + at * step + d;
           pack(from, count, length, tile);
           // Columns of lines of the next outputs are fetched with each product, as far as there are so many.
-          const int64_t cells = in_cells<Cell>(length), lines = std::max<int64_t>(cells / TILE_OUTPUTS, 1);
+          const int64_t cells = in_cells<Cell>(length);
+          const int64_t lines = std::max<int64_t>(std::min(cells / TILE_OUTPUTS, length / LINE), 1);
           int64_t ahead = next ? 0 : length;
           for (int64_t row = 0; row < x.rows; ahead += lines * LINE) {
             const int64_t left = x.rows - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
             const int64_t now = (left + parts - 1) / parts;
-            multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, cells, sums + row * TILE_OUTPUTS, d == first,
-                                        ahead < length ? from + next + ahead : nullptr);
+            multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, cells, sums + row * TILE_OUTPUTS,
+                                        d == first, ahead < length ? from + next + ahead : nullptr);
             row += now;
           }
           for (; ahead < length; ahead += LINE)

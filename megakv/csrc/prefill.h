@@ -91,7 +91,8 @@ inline void prepare(const Problem& p, int64_t head, int64_t first, Panel& panel)
     if (p.causal) high = std::min(row + 1, p.keys);
     if (p.high) {
       low = std::max<int64_t>(p.low[row], 0), high = std::min(p.high[row], p.keys);
-      if (low >= high) low = high = 0;
+      // A blind row adds nothing to what its block sees.
+      if (low >= high) low = p.keys, high = 0;
     }
     panel.low[r] = (int32_t)low, panel.high[r] = (int32_t)high;
     panel.least_low = std::min(panel.least_low, low), panel.most_low = std::max(panel.most_low, low);

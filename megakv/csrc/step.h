@@ -70,7 +70,7 @@ template <class T> void finish(const float* from, int64_t dim, float factor, T* 
   each_vector(0, dim, [&](int64_t i, int64_t lanes) { store_rounded(to + i, some(from + i, lanes) * factor, lanes); });
 }
 
-// What rows of queries found so far: [rows, heads, value_dim], and the log-sum-exp of each.
+// What rows of queries found: [rows, heads, value_dim], and the log-sum-exp of each.
 struct Found {
   std::vector<float> out, lse;
 

@@ -1,7 +1,7 @@
 """Which decoder layers are computed by compiled calls, and when that is looked at.
 
 All other layers are as they were. Whether a layer is of the kind is looked at when a call begins with few tokens, and
-for every prompt.
+for every prompt, but for parts of one that are read beside a step of decoding.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class TokenLayers:
     def begin(self, step: ForwardPass) -> None:
         """A pass begins. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
 
-        Passes over several caches are calls of their own: there it is done where a prompt begins, and for the first pass
-        behind those of many tokens. It is done again where somebody has begun to listen, or has replaced what calls layers, at any time.
+        Passes over several caches are calls of their own: there it is done where a prompt begins, where no sequence
+        goes on by a single token, and for the first pass behind those of many tokens. It is done again where somebody
+        has begun to listen, or has replaced what calls layers, at any time.
         """
         if step.token_step is None:
             if len(step.tokens) >= self._blocks.least_rows:
@@ -79,7 +80,9 @@ class TokenLayers:
         if step.generation is not None:
             same = step.generation is self._generation()
         else:
-            same = step.cache.outlives and bool(step.cache.pasts(step.batch).all())
+            # As a step of decoding, whatever else is beside it.
+            goes_on = step.token_step.decodes and step.cache.pasts(step.batch).all()
+            same = step.cache.outlives and bool(goes_on)
         alike = self._state() == self._found and self._channels is self._comm.channels
         if self._stale or not same or not alike:
             self._look()

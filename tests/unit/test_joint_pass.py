@@ -193,6 +193,30 @@ def test_tokens_within_a_pass_do_not_look_at_layers_again(alone: None, monkeypat
     assert len(looks) == 3 + 3 and streams[0].length > 3 + 6
 
 
+def test_parts_of_a_prompt_beside_streams_do_not_look_at_layers_again(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By themselves they do: a weight that was replaced since counts."""
+    looks, look = list[int](), TokenLayers._look
+    monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
+    engine, model = engine_of(llama())
+    ids = torch.randint(3, 100, (1, 20))
+    past = model(ids[:, :11]).past_key_values
+    with engine:
+        stream, cache = (engine.new_cache(forgets=False) for _ in range(2))
+        engine.extend([stream], [[3, 4, 5]])
+        engine.extend([cache], [ids[0, :5]])
+        for first in (5, 8):
+            engine.extend([stream, cache], [[7], ids[0, first : first + 3]])
+        assert len(looks) == 2
+        for each in (engine.module, model):
+            projection = each.model.layers[0].self_attn.q_proj
+            projection.weight = torch.nn.Parameter(projection.weight * 2)
+        found = engine.extend([cache], [ids[0, 11:]])
+        assert len(looks) == 3
+    torch.testing.assert_close(found, model(ids[:, 11:], past_key_values=past).logits[:, -1], rtol=1e-4, atol=1e-4)
+
+
 def test_lengths_that_change_frequencies_are_named(alone: None) -> None:
     engine, _ = engine_of(llama_dynamic_rope())
     with engine, pytest.raises(ValueError, match="rope_scaling"):

@@ -42,7 +42,9 @@ class Rows:
     def __init__(self, k_BKSD, v_BKSD, rows, unwritten):
         self.held, runs = [], []
         for sequence, (k, v, own) in enumerate(zip(k_BKSD, v_BKSD, rows, strict=True)):
-            bounds = sorted({0, len(own), *(between(0, len(own)) for _ in range(between(0, 3)))})
+            # Some pieces are empty.
+            bounds = sorted([0, len(own), *(between(0, len(own)) for _ in range(between(0, 3)))])
+            bounds += [len(own)] * between(0, 1)
             pieces = [own[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
             pairs = [tuple(self.laid(each[:, piece].clone()) for each in (k, v)) for piece in pieces]
             self.held.append(pairs)

@@ -48,7 +48,7 @@ def test_all_other_parts(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     parts = {name: [row for row in report["rows"] if row["part"] == name] for name in report["args"]["parts"]}
-    assert [row["decode_share"] for row in parts["gaps"]] == [0.0, 0.5]
+    assert [row["decode_share"] for row in parts["gaps"]] == [0.0, 0.54]
     assert all(row["longest_gap"] == max(max(each) for each in row["gaps"]) for row in parts["gaps"])
     assert report["summary"]["computed_over_unbounded_cache"] == 1.0
     (returned,), (restarted,) = parts["returns"], parts["restart"]
