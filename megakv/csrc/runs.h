@@ -29,7 +29,7 @@ template <class T> class Walk {
  public:
   Walk(Runs runs, int64_t head, int64_t first) : run(runs.first), last(runs.last), head(head), at(first) { settle(); }
 
-  // Of the next ones, as many as there are.
+  // Of so many of the next ones, which must be there.
   void take(int64_t count, const T** keys, const T** values) {
     while (count) {
       const T* const k = (const T*)run->k + head * run->k_head;

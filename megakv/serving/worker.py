@@ -15,8 +15,8 @@ from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
 
 BLOCK_TOKENS = 2048
-"""Of a prompt that is read in small chunks, memory is taken for so many at a time, at most: attention to each piece
-takes time of its own."""
+"""Of a prompt that is read in small chunks, memory is taken for so many at a time, at most: with each new piece, where
+rows lie is found anew."""
 BLOCK_SHARE = 2
 """One part in so many of what is there already, at most: a prompt may end early, and what is kept of it keeps the
 piece."""
