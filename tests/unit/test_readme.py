@@ -175,6 +175,10 @@ def test_figures_are_read_from_results(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "x.json").write_text(json.dumps({"rows": rows, "summary": {"share": 0.978, "ok": True}}))
     monkeypatch.setattr("docs.generated.ROOT", tmp_path)
     assert figure("x.json", "rows.method=a.seconds.median") == 2.5
+    assert figure("x.json", "rows.*.seconds.0.min") == 4.0
+    assert figure("x.json", "rows.*.seconds.0.count") == 2
+    with pytest.raises(ValueError, match=r"rows.\*.seconds.0 is 2 numbers"):
+        figure("x.json", "rows.*.seconds.0")
     stale = "1.0 s<!-- x --> 7.1<!-- figure: x.json rows.1.seconds.0 --> 1 %<!-- figure: x.json summary.share -->"
     stale += " 0.00 MiB<!-- figure: benchmarks/results/x.json rows.method=b.bytes -->"
     fresh = "1.0 s<!-- x --> 4.0<!-- figure: x.json rows.1.seconds.0 --> 98 %<!-- figure: x.json summary.share -->"
