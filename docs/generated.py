@@ -5,13 +5,14 @@ Two marks, invisible where Markdown is rendered, say what is computed:
 - ``<!-- generated: NAME -->`` ... ``<!-- end -->`` holds the output of one of `TABLES`.
 - ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
   benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
-  The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, ``*`` takes all entries, and
-  ``median``, ``max``, ``min`` and ``count`` end it; keys may have dots themselves. With ``%`` behind the number it is 100
-  times the file's, with ``MiB``, ``ms``, ``GB/s`` or ``TFLOP/s`` in that unit.
+  The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, ``*`` takes all entries that
+  have what follows, and ``median``, ``max``, ``min`` and ``count`` end it; keys may have dots themselves. With ``%``
+  behind the number it is 100 times the file's, with ``MiB``, ``ms``, ``GB/s`` or ``TFLOP/s`` in that unit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -284,8 +285,12 @@ def _entries(inside: Any, steps: list[str]) -> list[Any]:
         return [inside]
     step, *rest = steps
     if step == "*":
-        entries = inside.values() if isinstance(inside, dict) else inside
-        return [found for entry in entries for found in _entries(entry, rest)]
+        found: list[Any] = []
+        for entry in inside.values() if isinstance(inside, dict) else inside:
+            if not rest or isinstance(entry, dict | list):
+                with contextlib.suppress(KeyError):
+                    found += _entries(entry, rest)
+        return found
     if isinstance(inside, list):
         key, picks, value = step.partition("=")
         chosen = next(entry for entry in inside if str(entry[key]) == value) if picks else inside[int(step)]
