@@ -5,13 +5,14 @@ Two marks, invisible where Markdown is rendered, say what is computed:
 - ``<!-- generated: NAME -->`` ... ``<!-- end -->`` holds the output of one of `TABLES`.
 - ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
   benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
-  The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, and ``median``, ``max`` and
-  ``min`` end it; keys may have dots themselves. With ``%`` behind the number it is 100 times the file's, with ``MiB``,
-  ``ms``, ``GB/s`` or ``TFLOP/s`` in that unit.
+  The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, ``*`` takes all entries that
+  have what follows, and ``median``, ``max``, ``min`` and ``count`` end it; keys may have dots themselves. With ``%``
+  behind the number it is 100 times the file's, with ``MiB``, ``ms``, ``GB/s`` or ``TFLOP/s`` in that unit.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
@@ -47,7 +48,12 @@ FIGURE = re.compile(
 )
 BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 UNITS = {"": 1.0, "%": 100.0, "MiB": 2.0**-20, "ms": 1e3, "GB/s": 1e-9, "TFLOP/s": 1e-12}
-ENDS: dict[str, Callable[[list[float]], float]] = {"median": statistics.median, "max": max, "min": min}
+ENDS: dict[str, Callable[[list[float]], float]] = {
+    "median": statistics.median,
+    "max": max,
+    "min": min,
+    "count": len,
+}
 
 
 def refusal_of(config: PreTrainedConfig) -> str | None:
@@ -207,7 +213,8 @@ def balance_table() -> str:
 
 def predictions_table() -> str:
     """Errors of the cost model on the machine at hand, by benchmark, of benchmarks/results/predictions.json."""
-    summary = json.loads((ROOT / "benchmarks" / "results" / "predictions.json").read_text())["summary"]
+    results = json.loads((ROOT / "benchmarks" / "results" / "predictions.json").read_text())
+    summary = results["summary"]
     lines = [
         "| results | times | median error | mean direction | largest | right winners |",
         "|---|---:|---:|---:|---:|---:|",
@@ -219,6 +226,11 @@ def predictions_table() -> str:
     times = sum(entry["times"] for entry in summary["benchmarks"].values())
     winners = f"{summary['right_winner_share']:.1%} of {summary['pairs']}"
     lines.append(f"| all | {times} | {summary['median_error']:.1%} | | | {winners} |")
+    forecast = [entry for name, entry in summary["benchmarks"].items() if not name.startswith("offload")]
+    errors = [abs(row["error"]) for row in results["rows"] if not row["benchmark"].startswith("offload")]
+    right, pairs = (sum(entry[count] for entry in forecast) for count in ("right_winners", "pairs"))
+    winners = f"{right / pairs:.1%} of {pairs}"
+    lines.append(f"| all but `offload*` | {len(errors)} | {statistics.median(errors):.1%} | | | {winners} |")
     without = [f"{name} ({why})" for name, why in summary["without_predictions"].items()]
     return "\n".join(lines) + "\n" + (f"\nWithout predictions: {'; '.join(without)}.\n" if without else "")
 
@@ -252,23 +264,40 @@ def figure(file: str, path: str) -> float:
     ValueError
         If the path leads to no number.
     """
-    found: Any = json.loads((ROOT / file if "/" in file else ROOT / "benchmarks" / "results" / file).read_text())
+    results = json.loads((ROOT / file if "/" in file else ROOT / "benchmarks" / "results" / file).read_text())
     steps = path.split(".")
-    while steps:
-        step = steps.pop(0)
-        if isinstance(found, list):
-            key, picks, value = step.partition("=")
-            if picks:
-                found = next(entry for entry in found if str(entry[key]) == value)
-            else:
-                found = ENDS[step](found) if step in ENDS else found[int(step)]
-        else:
-            while step not in found and steps:
-                step += f".{steps.pop(0)}"
-            found = found[step]
-    if isinstance(found, bool) or not isinstance(found, int | float):
-        raise ValueError(f"{file} {path} is {found!r}, no number")
-    return float(found)
+    found = _entries(results, steps[:-1]) if steps[-1] in ENDS else []
+    numbers = found if "*" in steps else next(iter(found), None)
+    if isinstance(numbers, list) and numbers:
+        value = ENDS[steps[-1]](numbers)
+    else:
+        value, *more = _entries(results, steps)
+        if more:
+            raise ValueError(f"{file} {path} is {1 + len(more)} numbers: end it with one of {', '.join(ENDS)}")
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{file} {path} is {value!r}, no number")
+    return float(value)
+
+
+def _entries(inside: Any, steps: list[str]) -> list[Any]:
+    """What a path leads to; several where it has a ``*``."""
+    if not steps:
+        return [inside]
+    step, *rest = steps
+    if step == "*":
+        found: list[Any] = []
+        for entry in inside.values() if isinstance(inside, dict) else inside:
+            if not rest or isinstance(entry, dict | list):
+                with contextlib.suppress(KeyError):
+                    found += _entries(entry, rest)
+        return found
+    if isinstance(inside, list):
+        key, picks, value = step.partition("=")
+        chosen = next(entry for entry in inside if str(entry[key]) == value) if picks else inside[int(step)]
+        return _entries(chosen, rest)
+    while step not in inside and rest:
+        step += f".{rest.pop(0)}"
+    return _entries(inside[step], rest)
 
 
 def _quoted(match: re.Match[str]) -> str:

@@ -117,7 +117,7 @@ def offload_table() -> str:
     """What becomes of offloaded tokens."""
     lines = ["| method | what it does, and what it makes least |", "|---|---|"]
     lines += [f"| `{name}` | {_first_line(method)} |" for name, method in OFFLOAD.items()]
-    return "\n".join([*lines, f"| `{AUTO}` | the fastest of these |"]) + "\n"
+    return "\n".join([*lines, f"| `{AUTO}` | what is predicted, then measured, to be the fastest of these |"]) + "\n"
 
 
 def compression_methods_table() -> str:

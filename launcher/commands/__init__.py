@@ -6,7 +6,7 @@ What `run` returns is printed as JSON. Only the file of the command that was giv
 SUMMARIES = {
     "run": "Start ranks that read a document together and answer questions about it.",
     "chat": "Talk with a model about a document, in sessions that stay sharded over the ranks.",
-    "serve": "Answer many over HTTP: OpenAI's endpoints and a page, with prompts that are never read twice.",
+    "serve": "Answer many over HTTP: OpenAI's endpoints and a page; what was read of a prompt is kept.",
     "info": "This machine, the versions in use, and the methods to choose from.",
     "check": "Read a run's JSON and say how many ranks it wants.",
     "timeline": "Draw a run's report, as a picture and as a trace for chrome://tracing or Perfetto.",
@@ -18,6 +18,6 @@ SUMMARIES = {
     "fairkv-profile": "Run a model over prompts with compression and write what every KV head keeps.",
     "plan": "Rank what can be run on some machines, and write the JSON of the best.",
     "simulate": "Play a run through, event by event: slow ranks, slow links and noise included.",
-    "fairkv-map": "Place KV heads with different budgets on ranks, with copies, so that no rank waits.",
+    "fairkv-map": "Place KV heads with different budgets on ranks, with copies, so that ranks wait less.",
     "dry-run": "Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank.",
 }

@@ -1,8 +1,7 @@
 """Attention of many query rows on processors, in C++.
 
-PyTorch's kernel wants 16-bit inputs turned into float32 in memory, and reaches half the rate of matrix products. This
-one widens a tile of keys and values at a time in the cache, so that no weight is rounded; or multiplies bfloat16 by
-pairs, where the processor is faster with them.
+PyTorch's kernel wants 16-bit inputs turned into float32 in memory. This one widens a tile of keys and values at a time
+in the cache, so that no weight is rounded; or multiplies bfloat16 by pairs, where the processor is faster with them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from docs.figures import DRAWINGS
-from docs.generated import ROOT, TABLES, documents, figure, refresh
+from docs.generated import FIGURE, ROOT, TABLES, documents, figure, refresh
 from docs.reference import JSON_TYPES, keys_of, options
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
@@ -175,6 +176,10 @@ def test_figures_are_read_from_results(tmp_path: Path, monkeypatch: pytest.Monke
     (folder / "x.json").write_text(json.dumps({"rows": rows, "summary": {"share": 0.978, "ok": True}}))
     monkeypatch.setattr("docs.generated.ROOT", tmp_path)
     assert figure("x.json", "rows.method=a.seconds.median") == 2.5
+    assert figure("x.json", "rows.*.seconds.0.min") == 4.0
+    assert figure("x.json", "rows.*.seconds.0.count") == 2
+    with pytest.raises(ValueError, match=r"rows.\*.seconds.0 is 2 numbers"):
+        figure("x.json", "rows.*.seconds.0")
     stale = "1.0 s<!-- x --> 7.1<!-- figure: x.json rows.1.seconds.0 --> 1 %<!-- figure: x.json summary.share -->"
     stale += " 0.00 MiB<!-- figure: benchmarks/results/x.json rows.method=b.bytes -->"
     fresh = "1.0 s<!-- x --> 4.0<!-- figure: x.json rows.1.seconds.0 --> 98 %<!-- figure: x.json summary.share -->"
@@ -210,3 +215,49 @@ def test_table_of_the_chain_takes_the_largest_cell(tmp_path: Path, monkeypatch: 
         "| MegaKV, TSP, the whole rectangle under a mask | 3.0 | 1.50 (1.40 to 1.62) | 3 |",
         "| MegaKV, KV-Runahead, searched parts | 3.0 |  | 3 |",
     ]
+
+
+STANDS_BESIDE = (
+    (r"summary\.attention\..*speedup", r"summary\.(engine|whole)\..*speedup"),
+    (r"summary\.speedup_over_transformers\.", r"summary\.speedup_over_stream\."),
+    (r"summary\.cells\..*\.kvr_s/tsp\.", r"summary\.cells\..*\.kvr_s/pass_kv\."),
+    (r"summary\.time_ratio\..*\.single\b", r"summary\.time_ratio\..*\.in_place"),
+    (r"summary\.longest_gap_over_prefill", r"summary\.reading_over_alone"),
+    (r"summary\.guidellm_over_vllm\..*tokens_per_second", r"summary\.guidellm_over_vllm\..*ttft"),
+)
+"""What is quoted of a results file, and what of the same file stands in the same section, if it has that: the whole
+beside its part, the stronger rival beside the weaker, the price beside the gain."""
+
+
+def leaves(value: Any, path: str) -> Iterator[str]:
+    """The paths to all numbers of a results file's part."""
+    for key, entry in value.items() if isinstance(value, dict) else []:
+        yield from leaves(entry, f"{path}.{key}")
+    if not isinstance(value, dict):
+        yield path
+
+
+def alone(text: str) -> list[str]:
+    """Figures of a section that stand without what belongs beside them."""
+    quoted = [(found["file"], found["path"]) for found in FIGURE.finditer(text)]
+    found = []
+    for file, path in quoted:
+        for one, other in STANDS_BESIDE:
+            if not re.match(one, path) or any(name == file and re.match(other, beside) for name, beside in quoted):
+                continue
+            summary = json.loads((ROOT / "benchmarks" / "results" / file).read_text())["summary"]
+            if any(re.match(other, each) for each in leaves(summary, "summary")):
+                found.append(f"{file} {path} stands without {other}")
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_part_is_quoted_without_its_whole(path: Path) -> None:
+    assert not [each for section in re.split(r"^##+ ", path.read_text(), flags=re.MULTILINE) for each in alone(section)]
+
+
+def test_a_part_without_its_whole_is_found() -> None:
+    part = "1.56<!-- figure: fairkv.json summary.attention.speedup.dp1.value -->"
+    whole = "1.38<!-- figure: fairkv.json summary.engine.speedup.dp1.value -->"
+    assert alone(part) and not alone(part + whole)
+    assert not alone(part.replace("fairkv", "fairkv_2ranks")), "whose results have no step"
