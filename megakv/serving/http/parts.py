@@ -80,8 +80,8 @@ def _calls(value: Any) -> Iterator[dict[str, Any]]:
     """Calls that a client can use and send back; an error where one is none."""
     for call in value if isinstance(value, list) else [value]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        if isinstance(arguments, dict):
-            arguments = json.dumps(arguments, allow_nan=False)
+        if not isinstance(arguments, str):
+            arguments = json.dumps({**arguments}, allow_nan=False)
         yield {"function": FunctionCall(name=name, arguments=arguments).model_dump()}
 
 
