@@ -38,11 +38,16 @@ class Admission:
 
     def admit(self, now: float) -> None:
         """Those whose turn it is begin to run."""
+        self._let_in(now)
+        self.counts.waiting_max = max(self.counts.waiting_max, len(self.queue))
+
+    def _let_in(self, now: float) -> None:
         while (answer := self.queue.head(self.running)) is not None:
             if not self._fits(answer) and not self._make_space(answer):
                 return
             self.queue.remove(answer)
             self.running.append(answer)
+            self.counts.running_max = max(self.counts.running_max, len(self.running))
             answer.number, answer.state = next(self._numbers), "reading"
             compresses = answer.request.compresses
             prompt = len(answer.request.prompt if compresses else answer.tokens)

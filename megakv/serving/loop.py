@@ -152,6 +152,8 @@ class ServingLoop:
                 hit_tokens=counts.hit_tokens,
                 computed_tokens=counts.computed_tokens,
                 new_tokens=counts.new_tokens,
+                waiting_max=counts.waiting_max,
+                running_max=counts.running_max,
                 kv_tokens=held,
                 kv_capacity={
                     "device": self._first.kv.tokens,

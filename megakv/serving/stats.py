@@ -28,6 +28,8 @@ class Counts:
     hit_tokens: int = 0
     computed_tokens: int = 0
     new_tokens: int = 0
+    waiting_max: int = 0
+    running_max: int = 0
     ttft_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
     token_s: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
@@ -55,6 +57,10 @@ class ServingStats:
     computed_tokens: int
     """Prompt tokens that were computed."""
     new_tokens: int
+    waiting_max: int
+    """Requests at a time, at most, for which there was no room when others were let in."""
+    running_max: int
+    """Requests at a time, at most, that ran."""
     kv_tokens: dict[Tier, int]
     """Tokens whose keys and values lie there; one may lie in memory and on disk."""
     kv_capacity: dict[Tier, int]

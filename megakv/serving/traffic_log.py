@@ -77,6 +77,8 @@ class TrafficLog:
             hit_tokens=stats.hit_tokens,
             computed_tokens=stats.computed_tokens,
             new_tokens=stats.new_tokens,
+            waiting_max=stats.waiting_max,
+            running_max=stats.running_max,
             ttft_s=list(stats.ttft_s),
             token_s=list(stats.token_s),
             kv_tokens=dict(stats.kv_tokens),

@@ -45,6 +45,8 @@ class ServedTraffic:
     hit_tokens: Count  # Of the prompts' tokens, those that were found in the prefix store.
     computed_tokens: Count
     new_tokens: Count
+    waiting_max: Count = 0  # At a time, when requests were let in.
+    running_max: Count = 0
     ttft_s: Samples  # From a request to its first token.
     token_s: Samples  # From a token of a stream to its next.
     # In tokens, and in bytes over all ranks.
@@ -57,15 +59,13 @@ class ServedTraffic:
     def scalars(self) -> dict[str, float]:
         """As flat metrics."""
         names = ("requests", "cancelled", "failed", "preempted", "compressed", "passes", "prompt_tokens", "hit_tokens")
-        values = {name: float(getattr(self, name)) for name in (*names, "computed_tokens", "new_tokens")}
+        more = ("computed_tokens", "new_tokens", "waiting_max", "running_max")
+        values = {name: float(getattr(self, name)) for name in (*names, *more)}
         values |= {**percentiles("ttft_s", self.ttft_s), **percentiles("token_s", self.token_s)}
         if self.prompt_tokens:
             values["hit_rate"] = self.hit_tokens / self.prompt_tokens
         if self.seconds:
             values["new_tokens_per_s"] = self.new_tokens / self.seconds
-        if self.moments:
-            values["waiting_max"] = float(max(moment.waiting for moment in self.moments))
-            values["running_max"] = float(max(moment.running for moment in self.moments))
         for tier, tokens in self.kv_tokens.items():
             values[f"kv_tokens_{tier}"] = float(tokens)
         return {f"served/{name}": value for name, value in values.items()}

@@ -69,6 +69,11 @@ class Browser:
         self._process.wait(WAIT_S)
         self._folder.cleanup()
 
+    def size(self, width: int, height: int = 900) -> None:
+        """Show the page in a window of so many pixels."""
+        values = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self._call("Emulation.setDeviceMetricsOverride", self._session, **values)
+
     def open(self, url: str) -> None:
         self._call("Page.navigate", self._session, url=url)
 

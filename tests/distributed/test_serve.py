@@ -132,6 +132,7 @@ def test_clients_as_they_are_and_an_orderly_end(model: Path, tmp_path: Path) -> 
         assert "Traceback" not in server.stderr and "error" not in server.stderr, server.stderr
     served = json.loads(report.read_text())["served"]
     assert served["requests"] >= 4 and served["hit_tokens"] >= PROMPT and len(served["ttft_s"]) >= 4
+    assert served["running_max"] >= 1
     assert served["moments"] and served["kv_tokens"]["device"] > 0 and served["new_tokens"] > LONG
     assert "hit rate" in page.read_text() and "Served: queue" in page.read_text()
     assert f"report: {page}" in server.stdout and list(tmp_path.glob("wandb/offline-run-*"))

@@ -253,7 +253,7 @@ class Service:
 
     async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
         if body.stream:
-            return EventStream(answers, writer.events())
+            return EventStream(answers, writer.events(), writer.failed)
         answer = await while_listened_to(request.receive, writer.whole())
         return Response(answer.model_dump_json(by_alias=True, exclude_unset=True), media_type="application/json")
 

@@ -21,7 +21,7 @@ from megakv.serving.http.logprobs import chat_logprobs
 from megakv.serving.http.parts import MoreArguments, Part, Parts, call_id
 from megakv.serving.http.schemas import ChatBody
 from megakv.serving.http.served_model import ServedModel
-from megakv.serving.http.stream import BEAT, DONE, data
+from megakv.serving.http.stream import BEAT, DONE, data, error_event
 from megakv.serving.request import Progress
 
 
@@ -44,6 +44,8 @@ def prompt_progress(progress: Progress, began: float) -> dict[str, Any]:
 
 class ChatAnswer:
     """Writes the answers to one call of the endpoint."""
+
+    failed = staticmethod(error_event)
 
     def __init__(self, served: ServedModel, body: ChatBody, answers: Answers, parts: Sequence[Parts]):
         self._served, self._body, self._answers, self._parts = served, body, answers, parts

@@ -14,7 +14,7 @@ from megakv.serving.http.chat import openai_usage, prompt_progress
 from megakv.serving.http.logprobs import completion_logprobs
 from megakv.serving.http.schemas import CompletionBody
 from megakv.serving.http.served_model import ServedModel
-from megakv.serving.http.stream import BEAT, DONE, data
+from megakv.serving.http.stream import BEAT, DONE, data, error_event
 from megakv.serving.request import Progress
 
 
@@ -30,6 +30,8 @@ def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
 
 class CompletionAnswer:
     """Writes the answers to one call of the endpoint."""
+
+    failed = staticmethod(error_event)
 
     def __init__(self, served: ServedModel, body: CompletionBody, answers: Answers):
         self._served, self._body, self._answers = served, body, answers

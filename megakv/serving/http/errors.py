@@ -40,6 +40,11 @@ class ApiError(Exception):
         return json.dumps(self.body()).encode()
 
 
+def broken() -> ApiError:
+    """For what nobody has foreseen; what it was stands in the server's log."""
+    return ApiError(500, "the server failed at this request", code="internal_error")
+
+
 def unavailable(message: str, headers: Mapping[str, str] | None = None) -> ApiError:
     """For what works again later, perhaps elsewhere."""
     return ApiError(503, message, code="unavailable", headers={"retry-after": "5", **(headers or {})})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,6 +11,8 @@ from typing import Any
 
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.settings import HttpSettings, names_this_machine
+
+logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -50,14 +53,15 @@ class Guard:
         except ApiError as error:
             await self._refuse(error, length, receive, send)
             return
-        started, taken = False, [0]
+        started, complete, taken = False, False, [0]
 
         async def bounded_send(message: Message) -> None:
-            nonlocal started
+            nonlocal started, complete
             started = True
             # One who reads nothing holds memory; what waits for the loop is bounded elsewhere.
             async with asyncio.timeout(self.settings.stall_s):
                 await send(message)
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
         try:
             await self.app(scope, self._bounded(receive, taken), bounded_send)
@@ -67,6 +71,11 @@ class Guard:
         except TimeoutError:
             # To end with an error would be written down as one of the server's.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except Exception:
+            # The application answers before it raises; uvicorn would close the connection on the client's next request.
+            if not complete:
+                raise
+            logger.exception("a request failed")
         finally:
             self._held -= taken[0]
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from fastapi import Request, Response
 
-from megakv.serving.http.errors import ApiError
+from megakv.serving.http.errors import ApiError, broken
 
 
 async def say(request: Request, error: Exception) -> Response:
@@ -26,7 +26,7 @@ async def _wrong_method(request: Request, error: Exception) -> Response:
 
 
 async def _broken(request: Request, error: Exception) -> Response:
-    return await say(request, ApiError(500, "the server failed at this request", code="internal_error"))
+    return await say(request, broken())
 
 
 HANDLERS: dict[int | type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from transformers.cli.serving.utils import ReasoningText, ToolCall, response_events_to_chunks
 from transformers.utils.chat_parsing import ResponseParser
+from transformers.utils.chat_parsing.content_parsers import STREAMABLE_PARSERS
+from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
 
 from megakv.serving.form import CALL_ARGUMENTS, CALL_NAME
+from megakv.serving.http.schemas import FunctionCall
 from megakv.serving.http.served_model import ServedModel
 
 PREFIX_TOKENS = 256
@@ -41,22 +45,55 @@ class PlainParts:
         return [text] if text else []
 
 
+class _AnswerParser(ResponseParser):
+    """Gives out as text, as it was written, what transformers' parser would raise an error about."""
+
+    _opened_at = 0
+
+    def rest(self) -> list[dict[str, Any]]:
+        """The events of the text's end."""
+        events: list[dict[str, Any]] = []
+        self._process(events, eos=True)
+        return events
+
+    def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
+        super()._open_explicit(events, field, m)
+        self._opened_at = m.start()
+
+    def _close_current(self, events: list[dict[str, Any]]) -> None:
+        name, closed = self._current, list[dict[str, Any]]()
+        written = self._body if name == self._implicit_name else self._buffer[self._opened_at : self._pos]
+        try:
+            super()._close_current(closed)
+            if name == "tool_calls":
+                # A template may read several calls at once.
+                closed = [{**event, "value": call} for event in closed for call in _calls(event["value"])]
+        except Exception:  # whatever a model's words make a template's parsers raise
+            self._reset_to_implicit()
+            # Text of other fields has been given out.
+            structured = name is not None and self._spec.fields[name].content not in STREAMABLE_PARSERS
+            closed = [{"type": "region_chunk", "field": "content", "text": written}] if structured else []
+        events += closed
+
+
+def _calls(value: Any) -> Iterator[dict[str, Any]]:
+    """Calls that a client can use and send back; an error where one is none."""
+    for call in value if isinstance(value, list) else [value]:
+        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps({**arguments}, allow_nan=False)
+        yield {"function": FunctionCall(name=name, arguments=arguments).model_dump()}
+
+
 class TemplateParts:
     """As the model's answer template marks them."""
 
     def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
-        self._parser = ResponseParser(template, prefix=prefix, tools=tools)
-        self._begun: list[Part] = response_events_to_chunks(self._parser.initial_events)
+        self._parser = _AnswerParser(template, prefix=prefix, tools=tools)
 
     def add(self, text: str, *, last: bool) -> list[Part]:
-        found, self._begun = self._begun, []
-        found += response_events_to_chunks(self._parser.feed(text))
-        if last:
-            try:
-                found += response_events_to_chunks(self._parser.finalize()[1])
-            except (ValueError, RuntimeError):
-                # It ended in the midst of a call, of which nothing can be made.
-                return found
+        events = self._parser.feed(text)
+        found: list[Part] = response_events_to_chunks([*events, *self._parser.rest()] if last else events)
         return found
 
 

@@ -15,6 +15,7 @@ from megakv.serving.http.schemas import (
     Ignored,
     JsonSchema,
     Name,
+    SentBack,
     Text,
     TextPart,
     TokenCount,
@@ -48,36 +49,29 @@ class ResponseText(Body):
     verbosity: Ignored = None
 
 
-class ResponseMessage(Body):
+class ResponseMessage(SentBack):
     """A message of ``/v1/responses``."""
 
-    type: Literal["message"] = "message"
+    type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
-    id: Name | None = None
-    status: Name | None = None
-    phase: Ignored = None
 
 
-class ResponseCall(Body):
+class ResponseCall(SentBack):
     """A call that an earlier response asked for."""
 
     type: Literal["function_call"]
     call_id: Name
     name: Name
     arguments: Text
-    id: Name | None = None
-    status: Name | None = None
 
 
-class ResponseCallOutput(Body):
+class ResponseCallOutput(SentBack):
     """What a call came to."""
 
     type: Literal["function_call_output"]
     call_id: Name
     output: Text
-    id: Name | None = None
-    status: Name | None = None
 
 
 class ResponseTool(Function):

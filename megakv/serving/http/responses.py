@@ -87,24 +87,19 @@ class ResponseAnswer:
             empty = self._output_message("", "in_progress")
             yield self._event("response.output_item.added", output_index=0, item={**empty.model_dump(), "content": []})
             yield self._event("response.content_part.added", part=_text_part(""), **self._where)
-        try:
-            async for piece in self._answers.pieces():
-                if piece is None:
-                    yield BEAT
-                elif isinstance(piece, Progress):
-                    if self._body.return_progress:
-                        progress = prompt_progress(piece, self._began)
-                        yield self._event(
-                            "response.in_progress", response=self._response("in_progress"), prompt_progress=progress
-                        )
-                else:
-                    for part in self._taken(piece):
-                        for event in self._news(part):
-                            yield event
-        except ApiError as error:
-            failed = self._response("failed", error={"code": "server_error", "message": error.message})
-            yield self._event("response.failed", response=failed)
-            return
+        async for piece in self._answers.pieces():
+            if piece is None:
+                yield BEAT
+            elif isinstance(piece, Progress):
+                if self._body.return_progress:
+                    progress = prompt_progress(piece, self._began)
+                    yield self._event(
+                        "response.in_progress", response=self._response("in_progress"), prompt_progress=progress
+                    )
+            else:
+                for part in self._taken(piece):
+                    for event in self._news(part):
+                        yield event
         response = self._finished()
         for number, item in enumerate(response.output):
             if isinstance(item, ResponseFunctionToolCall):
@@ -115,6 +110,11 @@ class ResponseAnswer:
                 yield self._event("response.content_part.done", part=_text_part(self._text), **self._where)
             yield self._event("response.output_item.done", output_index=number, item=item)
         yield self._event(f"response.{response.status}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        """The last event of a stream that fails."""
+        said = {"code": "server_error", "message": error.message}
+        return self._event("response.failed", response=self._response("failed", error=said))
 
     def _taken(self, piece: Piece) -> Iterator[Part]:
         """What a piece adds, part by part, each when the answer has it."""

@@ -103,32 +103,35 @@ class CompletionBody(SamplingBody):
     best_of: Literal[1] | None = None
 
 
-class TextPart(Body):
+class SentBack(Body):
+    """Answers come back with whatever fields a client's library has for them; those not known are passed over."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class TextPart(SentBack):
     """A part of a message."""
 
     type: Literal["text", "input_text", "output_text"]
     text: Text
-    annotations: Ignored = None
-    logprobs: Ignored = None
 
 
-class FunctionCall(Body):
+class FunctionCall(SentBack):
     """What the model asked to be called."""
 
     name: Name
-    arguments: Text
+    arguments: Text | None = None
 
 
-class ToolCall(Body):
+class ToolCall(SentBack):
     """A call in an answer of before."""
 
     id: Name | None = None
-    type: Literal["function"] = "function"
-    index: int | None = None
+    type: Literal["function"] | None = None
     function: FunctionCall
 
 
-class Message(Body):
+class Message(SentBack):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -137,14 +140,13 @@ class Message(Body):
     tool_call_id: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
     reasoning_content: Text | None = None
-    refusal: Ignored = None
-    annotations: Ignored = None
+    # These say something, where they are there, that no template is told of.
     audio: None = None
     function_call: None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role != "assistant":
             raise ValueError(f"content: a message of the role {self.role!r} needs text")
         return self
 
@@ -166,7 +168,7 @@ class Message(Body):
 def _arguments(call: FunctionCall) -> dict[str, Any]:
     """Templates print arguments as JSON, so that those which are must not be text here."""
     try:
-        arguments = json.loads(call.arguments)
+        arguments = json.loads("{}" if call.arguments is None else call.arguments)
     except (ValueError, RecursionError):
         arguments = call.arguments
     return {"name": call.name, "arguments": arguments}

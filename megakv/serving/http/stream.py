@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from fastapi import Response
 
 from megakv.serving.http.answers import Answers
-from megakv.serving.http.errors import ApiError
+from megakv.serving.http.errors import ApiError, broken
 from megakv.serving.http.guard import Receive, Scope, Send
+
+logger = logging.getLogger(__name__)
 
 BEAT = b": still here\n\n"
 """A comment, which clients pass over."""
@@ -22,6 +25,11 @@ T = TypeVar("T")
 def data(json: str) -> bytes:
     """An event."""
     return f"data: {json}\n\n".encode()
+
+
+def error_event(error: ApiError) -> bytes:
+    """The last event of a stream that fails."""
+    return data(error.json().decode())
 
 
 async def while_listened_to(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -47,26 +55,22 @@ async def _left(receive: Receive) -> None:
 class EventStream(Response):
     """Sends events as they come; `chunks` come from the answers, which are asked for before anything is sent.
 
-    What cannot even be asked is an error of its own; what fails later is the last event.
+    What cannot even be asked is an error of its own; what fails later ends with an event that `failed` makes.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, chunks: AsyncIterator[bytes], *, headers: dict[str, str] | None = None):
+    def __init__(self, answers: Answers, chunks: AsyncIterator[bytes], failed: Callable[[ApiError], bytes]):
         # A proxy that collects events would make a stream of none.
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._answers, self._chunks = answers, chunks
+        self._answers, self._chunks, self._failed = answers, chunks, failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def speak() -> None:
             async with self._answers:
                 await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-                try:
-                    async for chunk in self._chunks:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                except ApiError as error:
-                    chunk = data(error.json().decode())
+                async for chunk in self._said():
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
 
@@ -75,3 +79,13 @@ class EventStream(Response):
         except ApiError as error:
             if error.status != 499:
                 raise
+
+    async def _said(self) -> AsyncIterator[bytes]:
+        try:
+            async for chunk in self._chunks:
+                yield chunk
+        except ApiError as error:
+            yield self._failed(error)
+        except Exception:
+            logger.exception("a stream failed")
+            yield self._failed(broken())

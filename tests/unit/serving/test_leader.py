@@ -74,6 +74,22 @@ def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, 
     assert all(each.cached <= each.read <= each.total for each in progress)
 
 
+def test_peaks_are_those_of_any_moment() -> None:
+    """Also of one between two looks at them, as all are when a server that answers at once is looked at seldom."""
+    simulation = Simulation(ServingSettings(max_sequences=3))
+    counts = simulation.leader.counts
+    simulation.submit("alone", tokens(20), 2)
+    simulation.run()
+    assert (counts.waiting_max, counts.running_max) == (0, 1)
+    for number in range(8):
+        simulation.submit(str(number), tokens(20), 2)
+    simulation.run()
+    assert (counts.waiting_max, counts.running_max) == (5, 3)
+    simulation.submit("later", tokens(20), 2)
+    simulation.run()
+    assert (counts.waiting_max, counts.running_max) == (5, 3)
+
+
 def test_an_answer_that_fails_alone_takes_no_other_with_it() -> None:
     simulation = Simulation(ServingSettings(), copies=1000)
     streams = [simulation.submit(str(number), tokens(20), 5) for number in range(3)]

@@ -24,6 +24,7 @@ def stats(number: int) -> ServingStats:
     return ServingStats(
         state="serving", waiting=number, running=3, requests=10, cancelled=1, failed=0, preempted=2, compressed=5,
         passes=99, prompt_tokens=1000, hit_tokens=250, computed_tokens=750, new_tokens=500,
+        waiting_max=9, running_max=7,
         kv_tokens={"device": 4096, "host": 0, "disk": 77}, kv_capacity={"device": 8192, "host": 0, "disk": 100},
         kv_bytes={"device": 1 << 20, "host": 0, "disk": 5}, memory_bytes=(1, 2),
         ttft_s=tuple(random.uniform(0.1, 5) for _ in range(50)), token_s=(0.01, 0.02),
@@ -60,7 +61,15 @@ def test_reports_and_pages_have_it(log: TrafficLog, random_source: random.Random
     tables = report_tables(report)
     assert [row[0] for row in tables["served"].rows] == ["device", "disk", "host"]
     shown = page([("serve", report)])
-    for text in ("25.0% hit rate", "10 in", "2 preempted", "5 with compressed caches", "p99", "tier", "3 running"):
+    for text in (
+        "25.0% hit rate",
+        "10 in",
+        "2 preempted",
+        "5 with compressed caches",
+        "p99",
+        "tier",
+        "9 waiting, 7 running",
+    ):
         assert text in shown, text
     assert page([("a", report), ("b", random_report(random_source))])
 
