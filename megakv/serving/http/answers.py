@@ -81,6 +81,7 @@ class Answers:
                     stop_ids=call.stop_ids,
                     logprobs=call.logprobs,
                     priority=call.priority,
+                    key=call.key,
                     user=call.user,
                     form=call.form,
                     compresses=call.compresses,

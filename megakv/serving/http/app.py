@@ -91,6 +91,7 @@ class Service:
             [prompt],
             self._served,
             self._settings,
+            key=_owner(request),
             user=_user(request, body),
             asked=body.max_completion_tokens or body.max_tokens,
             usual=None,
@@ -117,6 +118,7 @@ class Service:
             prompts,
             self._served,
             self._settings,
+            key=_owner(request),
             user=_user(request, body),
             asked=body.max_tokens,
             usual=USUAL_COMPLETION_TOKENS,
@@ -143,6 +145,7 @@ class Service:
             [prompt],
             self._served,
             self._settings,
+            key=_owner(request),
             user=_user(request, body),
             asked=body.max_output_tokens,
             usual=None,
@@ -275,16 +278,15 @@ class Service:
 
 
 def _owner(request: Request) -> str:
-    """Whose responses are whose: those of a key."""
+    """The key of a request, by its number: keys take turns, and have responses of their own."""
     return str(request.scope.get("key"))
 
 
 def _user(request: Request, body: SamplingBody) -> str:
-    """Between whom turns are taken: keys, and where there is one or none those whom requests name, or hosts."""
-    key = request.scope.get("key")
-    if key:
-        return f"key {key}"
-    return body.user or (request.client.host if request.client else "")
+    """The user of a key, between whom turns are taken: the one whom a request names, or its host."""
+    if body.user is not None:
+        return f"user {body.user}"
+    return f"host {request.client.host if request.client else None}"
 
 
 def _json(value: Any) -> Response:
