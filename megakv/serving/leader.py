@@ -320,7 +320,8 @@ class Leader:
                 self._admission.queue.add(answer, first=True)
 
     def end_all(self, message: str) -> None:
-        """Every request ends with an error; nothing follows."""
+        """Every request ends with an error; nothing follows, nor does what the pass under way comes to."""
         for answer in [*self.running, *self._admission.queue]:
             self._finish(answer, Finished("error", message))
         self._admission.running, self._admission.queue = [], Queue(self._admission.shares)
+        self._passes, self._alone = [], []
