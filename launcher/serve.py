@@ -57,6 +57,9 @@ def main() -> None:
         with init_inference(arguments.model, config) as engine:
             loop = ServingLoop(engine, settings)
             if http is None or listener is None:
+                # Asked to end, it is gone at once, whatever it waits for: a handler would run when that is over.
+                for number in (signal.SIGINT, signal.SIGTERM):
+                    signal.signal(number, signal.SIG_DFL)
                 gc.freeze()
                 loop.run()
                 engine.report()

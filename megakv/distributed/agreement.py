@@ -78,8 +78,11 @@ class Agreement:
         return record
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """Around a call that all ranks make: an error on any of them ends it on all, wherever they are in it."""
+    def call(self, survives: tuple[type[BaseException], ...] = (BaseException,)) -> Iterator[None]:
+        """Around a call that all ranks make: an error on any of them ends it on all, wherever they are in it.
+
+        Of an error that is none of those that the caller `survives`, the others hear as of a rank that was killed.
+        """
         alone = not self.shared
         if not self._lock.acquire(blocking=alone):
             raise MegaKVError(
@@ -94,8 +97,10 @@ class Agreement:
             try:
                 yield
             except BaseException as error:
-                if outermost:
+                if outermost and isinstance(error, survives):
                     self._comm.watch.give_up(error)
+                elif outermost:
+                    self._comm.watch.desert(error)
                 raise
         finally:
             self._depth -= 1

@@ -81,12 +81,12 @@ class HealthChannel:
                 self.tell(message, besides=peer)
         return messages
 
-    def end(self) -> None:
-        """Say that this rank ends in good order; a `poll` under way returns."""
+    def end(self, *, lost: bool = False) -> None:
+        """Say that this rank ends in good order, or that it is lost; a `poll` under way returns."""
         if os.getpid() != self._process:
             # A fork of the rank ends.
             return
-        self.tell({"kind": "ended", "rank": self._rank})
+        self.tell({"kind": "lost" if lost else "ended", "rank": self._rank})
         with self._sending:
             for link in self._links.values():
                 with suppress(OSError):

@@ -27,6 +27,8 @@ UNHEARD_SECONDS = 5.0
 """How long an operation may go on after a peer was lost or gave up: most fail at once."""
 DRAIN_SECONDS = 0.2
 """How long the connections of a call that failed stay: what was sent before may still be on its way to ranks behind."""
+FAREWELL_SECONDS = 1.0
+"""How long what was said of a loss has to leave this process, where it must end at once."""
 LOST_SECONDS = 2.0
 """How long the connections stay where a process is gone: gloo's own ends of them say more, and say it at once."""
 
@@ -95,8 +97,8 @@ class PeerWatch:
         self._since: tuple[_Wait | None, float] | None = None
         self.severed = False
         """Whether the connections of the groups' present life were ended."""
-        self.last_words: Callable[[str], object] | None = None
-        """Told why, by another thread, before a process ends whose work hangs; it returns soon."""
+        self.on_loss: Callable[[str], object] | None = None
+        """Told why, by another thread, as soon as a rank is lost, and before a process ends whose work hangs."""
         self._stop = threading.Event()
         # Holds the watch weakly: it ends when nobody else does any more.
         watch = partial(_watch_all, weakref.ref(self), self._stop)
@@ -182,6 +184,15 @@ class PeerWatch:
         if not self.failures.settle(self._timeout_s):
             self.failures.give_up()
 
+    def desert(self, error: BaseException) -> None:
+        """This rank ends with an error that nobody goes on from: the others lose it as if it had been killed."""
+        if len(self._peers) > 1 and self._farewell.detach() is not None:
+            self.on_loss = None
+            self._say(f"it failed: {type(error).__name__}: {error}".removesuffix(": "))
+            self.failures.give_up()
+            self.channel.end(lost=True)
+            self.sever()
+
     def sever(self, life: int | None = None) -> None:
         """End the connections of the mesh's groups, once in their life: the present one, or none if that is over."""
         if not self.severed and life in (None, self.failures.life):
@@ -208,8 +219,11 @@ class PeerWatch:
         if not self.channel.open:
             stop.wait(seconds)
         else:
-            for message in self.channel.poll(seconds):
+            messages = self.channel.poll(seconds)
+            for message in messages:
                 self.failures.take(message)
+            if messages and (lost := self.failures.lost) and self.on_loss is not None:
+                self.on_loss(f"rank {self.rank}: {self.describe(*lost)} was lost")
         if not stop.is_set():
             self._end_wait()
 
@@ -239,8 +253,9 @@ class PeerWatch:
         if wait is self._wait:
             self._say(reason)
             try:
-                if self.last_words is not None:
-                    self.last_words(reason)
+                if self.on_loss is not None:
+                    self.on_loss(reason)
+                    time.sleep(FAREWELL_SECONDS)
             finally:
                 os._exit(1)
 

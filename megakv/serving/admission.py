@@ -10,8 +10,9 @@ from megakv.serving.plan import Attach, Close
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Progress
 from megakv.serving.settings import ServingSettings
+from megakv.serving.shares import Shares
 from megakv.serving.stats import Counts
-from megakv.serving.turns import Queue, turns
+from megakv.serving.turns import Queue, Reader, turns
 
 
 class Admission:
@@ -30,7 +31,8 @@ class Admission:
         capacity: int,
         copies: int | None,
     ):
-        self.queue: Queue[Answer] = Queue()
+        self.shares = Shares()
+        self.queue: Queue[Answer] = Queue(self.shares)
         self.running: list[Answer] = []
         self.tree, self.counts, self.capacity, self._copies = tree, counts, capacity, copies
         self._settings = settings
@@ -121,13 +123,17 @@ class Admission:
             if answer.paused:
                 ahead.setdefault(answer.node.id, []).append(answer)
         found = []
-        for at in turns([answer.reader() for answer in reading]):
+        for at in turns([self.reader(answer) for answer in reading]):
             answer = reading[at]
             others = ahead.setdefault(answer.node.id, [])
             if not any(answer.shares(other) for other in others):
                 others.append(answer)
                 found.append(answer)
         return found
+
+    def reader(self, answer: Answer) -> Reader:
+        """One of them as the scheduler sees it."""
+        return answer.reader(self.shares.of(answer))
 
     def go_on(self, now: float) -> None:
         """Those that waited for what was read from disk."""

@@ -10,10 +10,15 @@ import numpy as np
 from megakv.serving.prefix_node import Node, Tokens, common
 from megakv.serving.request import Request
 from megakv.serving.sampler import Sampler
+from megakv.serving.shares import Served
 from megakv.serving.turns import Reader
 
 LEAST_SHARED = 16
 """So many tokens that another prompt is about to read are waited for, rather than read twice."""
+NEW_TOKEN = 2
+"""Tokens of a prompt that a token of an answer counts as: it takes a pass."""
+EXPECTED_TOKENS = 256
+"""Tokens that an answer is expected to have still, at most: its limit is often far beyond its end."""
 
 
 @dataclass(eq=False)
@@ -60,6 +65,10 @@ class Answer:
         return self.request.user
 
     @property
+    def key(self) -> str:
+        return self.request.key
+
+    @property
     def new(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - len(self.request.prompt)
@@ -74,6 +83,11 @@ class Answer:
         return len(self.tokens) - self.cached
 
     @property
+    def ahead(self) -> int:
+        """Tokens that it will be served still, as far as can be said."""
+        return self.left + NEW_TOKEN * min(self.request.max_new_tokens - self.new, EXPECTED_TOKENS)
+
+    @property
     def reusable(self) -> Tokens:
         """What it could find of its tokens in the tree: the last one has to be computed, for what comes next."""
         return self.ids(0, len(self.tokens) - 1 if self.kept else 0)
@@ -82,9 +96,9 @@ class Answer:
         """Some of its tokens."""
         return np.array(self.tokens[first:last], dtype=np.int32)
 
-    def reader(self) -> Reader:
-        """As the scheduler sees it."""
-        return Reader(self.priority, self.user, self.arrival, self.cached, self.left)
+    def reader(self, served: Served) -> Reader:
+        """As the scheduler sees it, where its key and its user were served so much lately."""
+        return Reader(self.priority, self.user, self.arrival, self.cached, self.left, self.key, served)
 
     def shares(self, other: Answer) -> bool:
         """Whether it and another one that is at the same node go on alike, for long enough to wait for it."""

@@ -25,6 +25,8 @@ class Inbox:
         self.state: State = "starting"
         self.queued = 0
         """Requests that were taken from here and still wait."""
+        self.failure: str | None = None
+        """Why serving is to end with an error."""
         self._max_queue = max_queue
         self._requests: list[tuple[Request, float]] = []
         self._cancelled: list[str] = []
@@ -77,6 +79,12 @@ class Inbox:
                 self._cancelled.append(request_id)
                 self._changed.notify()
 
+    def fail(self, message: str) -> None:
+        """Ask for the end of serving, with an error."""
+        with self._changed:
+            self.failure = message
+            self._changed.notify()
+
     def enter(self, state: State) -> None:
         """Begin to serve, to drain, or end; what was begun later stays."""
         order: list[State] = ["starting", "serving", "draining", "ended"]
@@ -94,7 +102,7 @@ class Inbox:
             return taken
 
     def wait(self, seconds: float) -> None:
-        """Until something comes in, or the server is to drain; at most so long."""
+        """Until something comes in, or the server is to drain or to end; at most so long."""
         with self._changed:
-            if not self._requests and not self._cancelled and self.state != "draining":
+            if not (self._requests or self._cancelled or self.failure) and self.state != "draining":
                 self._changed.wait(seconds)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megakv.serving.admission import Admission
-from megakv.serving.answer import Answer
+from megakv.serving.answer import NEW_TOKEN, Answer
 from megakv.serving.pass_times import PassSize
 from megakv.serving.plan import Await, Plan
 from megakv.serving.prefix_node import Node
@@ -95,6 +95,7 @@ class Leader:
         alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
         answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler, alone, kept)
         self._by_id[request.id] = answer
+        self._admission.shares.enter(answer)
         self._admission.queue.add(answer)
         if answer.most > self._admission.capacity:
             wanted = f"prompt and output need {answer.most} tokens but kv_tokens = {self._admission.capacity}"
@@ -167,7 +168,7 @@ class Leader:
         decoding = [answer for answer in self.running if answer.state == "decoding" and not answer.alone]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
         readers = self._admission.readers()
-        choice = choose([answer.reader() for answer in readers], size)
+        choice = choose([self._admission.reader(answer) for answer in readers], size)
         chosen = [(answer, 1) for answer in decoding]
         if not choice.decodes:
             size, chosen = PassSize(), []
@@ -195,7 +196,7 @@ class Leader:
         read, end = answer.cached, len(answer.request.prompt if answer.request.compresses else answer.tokens)
         if answer.state == "decoding" or read >= end:
             return self._made([(answer, 1)], PassSize(), None)
-        reader = replace(answer.reader(), left=end - read)
+        reader = replace(self._admission.reader(answer), left=end - read)
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
         return self._made([(answer, new)], PassSize().with_prompt(read, new), None)
 
@@ -245,6 +246,7 @@ class Leader:
         for row, (answer, new) in enumerate(done.parts):
             answer.cached += new
             answer.paused = False
+            self._admission.shares.serve(answer, new if answer.state == "reading" else NEW_TOKEN * new)
             if answer.state == "reading":
                 self._admission.keep(answer, now)
                 self.counts.computed_tokens += new
@@ -290,6 +292,7 @@ class Leader:
 
     def _finish(self, answer: Answer, finished: Finished) -> None:
         del self._by_id[answer.request.id]
+        self._admission.shares.leave(answer)
         self.counts.requests += 1
         self.counts.cancelled += finished.why == "cancelled"
         self.counts.failed += finished.why == "error"
@@ -317,7 +320,8 @@ class Leader:
                 self._admission.queue.add(answer, first=True)
 
     def end_all(self, message: str) -> None:
-        """Every request ends with an error; nothing follows."""
+        """Every request ends with an error; nothing follows, nor does what the pass under way comes to."""
         for answer in [*self.running, *self._admission.queue]:
             self._finish(answer, Finished("error", message))
-        self._admission.running, self._admission.queue = [], Queue()
+        self._admission.running, self._admission.queue = [], Queue(self._admission.shares)
+        self._passes, self._alone = [], []

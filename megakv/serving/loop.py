@@ -25,7 +25,7 @@ from megakv.serving.request import Finished, Request
 from megakv.serving.sampler import check_sampling
 from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
-from megakv.serving.stats import Counts, Document, ServingStats
+from megakv.serving.stats import Counts, Document, ServingStats, State
 from megakv.serving.worker import Worker
 from megakv.session_files import fingerprint
 
@@ -40,8 +40,8 @@ REPORT_SECONDS = 5.0
 MOST_FAILURES = 3
 """So many plans that fail one after the other end the loop."""
 MOST_DOCUMENTS = 100
-FAREWELL_SECONDS = 1.0
-"""How long what clients are told has to reach them, where the process must end at once."""
+SURVIVED = (MegaKVError, RuntimeError, ValueError)
+"""Errors after which a plan is tried again, on all ranks; with any other the rank that has it is lost."""
 
 
 class ServingLoop:
@@ -130,6 +130,15 @@ class ServingLoop:
         """Take no more requests, and end `run` when those that were taken are answered."""
         self._inbox.enter("draining")
 
+    def fail(self, message: str) -> None:
+        """End `run` on all ranks with this error, after the pass under way, as what clients are served by is gone."""
+        self._inbox.fail(message)
+
+    @property
+    def state(self) -> State:
+        """Whether requests are taken: not while it drains, nor from the moment on at which a rank is lost."""
+        return self._inbox.state
+
     def stats(self) -> ServingStats:
         """A snapshot of load, memory and times."""
         with self._changing:
@@ -180,7 +189,7 @@ class ServingLoop:
     @without_autograd
     def run(self) -> None:
         """Serve until drained. A MegaKVError if a rank is lost, after every request was told so."""
-        self._comm.watch.last_words = self._last_words
+        self._comm.watch.on_loss = lambda reason: self._abandon(MegaKVError(reason))
         try:
             self._begin()
             while not self._step():
@@ -188,10 +197,15 @@ class ServingLoop:
             if self._folder is not None:
                 self._folder.close()
         except BaseException as error:
+            if not isinstance(error, MegaKVError):
+                self._comm.watch.desert(error)
             self._abandon(error)
+            if isinstance(error, SystemExit):
+                # The process was not done: it must not end as if it had been.
+                raise MegaKVError(f"something called sys.exit({error.code!r}) while requests were served") from error
             raise
         finally:
-            self._comm.watch.last_words = None
+            self._comm.watch.on_loss = None
             self._inbox.enter("ended")
 
     def _begin(self) -> None:
@@ -234,14 +248,14 @@ class ServingLoop:
         """One plan and its pass, on every rank; whether it was the last."""
         agreement, leader = self._engine.agreement, self._leader
         try:
-            with agreement.call():
+            with agreement.call(SURVIVED):
                 plan = agreement.decide(self._plan)
                 if plan.reports:
                     self._memory = tuple(self._comm.gather_objects(memory_in_use(self._mesh.device)))
                 self._carry_out(plan, None if plan.stops is None else Pauses(plan.stops, self._pause))
         except PeerLostError:
             raise
-        except (MegaKVError, RuntimeError, ValueError) as error:
+        except SURVIVED as error:
             self._failures += 1
             logger.warning("a pass failed: %s", error)
             if leader is not None:
@@ -280,6 +294,8 @@ class ServingLoop:
         leader = self._leader
         assert leader is not None
         while True:
+            if self._inbox.failure is not None:
+                return Plan(error=self._inbox.failure)
             if self._failures >= MOST_FAILURES:
                 return Plan(error=f"{self._failures} passes failed one after the other; see what was said of them")
             with self._changing:
@@ -320,17 +336,13 @@ class ServingLoop:
         for request_id in cancelled:
             leader.cancel(request_id)
 
-    def _last_words(self, reason: str) -> None:
-        """The process ends while a pass hangs: clients hear of it first."""
-        self._abandon(MegaKVError(reason))
-        time.sleep(FAREWELL_SECONDS)
-
     def _abandon(self, error: BaseException) -> None:
-        """Tell every request that it ends."""
+        """Tell every request that it ends; also by another thread, while a pass hangs."""
         message = str(error) if isinstance(error, MegaKVError) else "the server failed"
         self._inbox.enter("ended")
         requests, _ = self._inbox.take()
         for request, _ in requests:
             request.sink(Finished("error", message))
-        if self._leader is not None:
-            self._leader.end_all(message)
+        with self._changing:
+            if self._leader is not None:
+                self._leader.end_all(message)

@@ -103,8 +103,8 @@ class PrefixFolder:
                 span.save(self._path(key, self._mesh.cp_rank))
                 if record is not None:
                     self._write_record(key, record)
-            except (OSError, MegaKVError) as error:
-                logger.warning("a prefix is not kept on disk: %s", error)
+            except Exception as error:
+                logger.warning("a prefix is not kept on disk: %s", str(error) or type(error).__name__)
             finally:
                 self._count(-size)
 

@@ -9,7 +9,6 @@ import torch
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
-from megakv.errors import MegaKVError
 from megakv.serving.plan import Await, Drop, Erase, Keep, Load, Move, Split, Write
 from megakv.serving.prefix_folder import PrefixFolder
 
@@ -87,8 +86,9 @@ class PrefixStore:
                 continue
             try:
                 self._spans[node] = future.result()
-            except (MegaKVError, OSError) as error:
-                failed[node] = str(error)
+            except Exception as error:
+                # Whatever it was, no memory included: what cannot be had is computed.
+                failed[node] = str(error) or type(error).__name__
         return failed
 
     def discard(self, nodes: Iterable[int]) -> None:

@@ -60,8 +60,8 @@ class Request:
     """One answer to one prompt.
 
     `sink` is called for every event, in the order of events, by the thread that computes: it must return at once.
-    Those of higher `priority` are admitted first, and among equals `user`s take turns. After a token of `stop_ids`,
-    which is given out, the answer ends.
+    Those of higher `priority` are admitted first, and among equals `key`s take turns, and `user`s of a key. After a
+    token of `stop_ids`, which is given out, the answer ends.
     """
 
     id: str
@@ -73,6 +73,7 @@ class Request:
     logprobs: int | None = None
     priority: int = 0
     user: str = ""
+    key: str = ""
     form: Form | None = None
     """That its text must have."""
     compresses: bool = False

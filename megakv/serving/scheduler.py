@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from megakv.serving.pass_times import PassSize, PassTimes
 from megakv.serving.settings import ServingSettings
 from megakv.serving.slices import Slices
-from megakv.serving.turns import Reader, allot, turns
+from megakv.serving.turns import Reader, allot, is_due, turns
 
 LEAST_CHUNK = 16
 """New prompt tokens that a pass has in any case, however long it takes."""
@@ -168,8 +168,9 @@ class Scheduler:
         """Whether these are read before the pass under way goes on: in their turn, or for less waiting in all."""
         new = [(reader, count) for reader, count in zip(readers, chunks, strict=True) if count]
         mine, theirs = (max(reader.priority for reader, _ in some) for some in (new, self._paused))
-        others = not {reader.user for reader, _ in new} <= {reader.user for reader, _ in self._paused}
-        if mine > theirs or (mine == theirs and others):
+        if mine > theirs or (
+            mine == theirs and any(is_due(reader, self._paused) for reader, _ in new if reader.priority == mine)
+        ):
             return True
         # A part of a prompt is worth as much of its first token.
         ended, held_up = (sum(count / reader.left for reader, count in some) for some in (new, self._paused))

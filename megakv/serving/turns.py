@@ -1,12 +1,17 @@
-"""Whose turn it is: those of higher priority first, and among equals users in turn."""
+"""Whose turn it is: those of higher priority first, and among equals whoever was served least lately."""
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
+from megakv.serving.shares import Claims, Served, Shares
+
+TURN_TOKENS = 1 << 14
+"""Who was served more lately by less than this reads on, if less is left of that prompt: one prompt after the other is
+sooner for both."""
 OLDEST_SHARE = 4
 """One part in so many of a pass goes to the prompt that has waited longest, whatever shorter ones come."""
 
@@ -17,9 +22,13 @@ class Waiting(Protocol):
     @property
     def priority(self) -> int: ...
     @property
+    def key(self) -> str: ...
+    @property
     def user(self) -> str: ...
     @property
     def arrival(self) -> int: ...
+    @property
+    def ahead(self) -> int: ...
 
 
 W = TypeVar("W", bound=Waiting)
@@ -27,20 +36,26 @@ W = TypeVar("W", bound=Waiting)
 
 @dataclass(frozen=True)
 class Reader:
-    """A prompt that is being read: `past` tokens are there, `left` are not; lower `arrival` came before."""
+    """A prompt that is being read: `past` tokens are there, `left` are not; lower `arrival` came before.
+
+    `served` is what its key and its user were served lately.
+    """
 
     priority: int
     user: str
     arrival: int
     past: int
     left: int
+    key: str = ""
+    served: Served = (0.0, 0.0)
 
 
 class Queue(Generic[W]):
-    """Requests that wait: by priority, then by turns of users, then in the order in which they came."""
+    """Requests that wait: by priority, then by turns of keys and of their users, then in the order of arrival."""
 
-    def __init__(self) -> None:
-        self._lines: dict[tuple[int, str], deque[W]] = {}
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._lines: dict[tuple[int, str, str], deque[W]] = {}
         self._length = 0
 
     def __len__(self) -> int:
@@ -51,38 +66,69 @@ class Queue(Generic[W]):
 
     def add(self, request: W, *, first: bool = False) -> None:
         """Behind those of its priority and user, or before them."""
-        line = self._lines.setdefault((request.priority, request.user), deque())
+        line = self._lines.setdefault((request.priority, request.key, request.user), deque())
         line.appendleft(request) if first else line.append(request)
         self._length += 1
 
     def remove(self, request: W) -> None:
         """One of those that wait leaves."""
-        key = (request.priority, request.user)
-        self._lines[key].remove(request)
+        name = (request.priority, request.key, request.user)
+        self._lines[name].remove(request)
         self._length -= 1
-        if not self._lines[key]:
-            del self._lines[key]
+        if not self._lines[name]:
+            del self._lines[name]
 
     def head(self, running: Iterable[Waiting]) -> W | None:
-        """Whose turn it is: of the highest priority the user who has least running, and then who came first."""
+        """Whose turn it is: of the highest priority, who was served least lately, counting what is still to come of
+        those that run; and then who came first.
+        """
         if not self._lines:
             return None
-        counts = Counter(each.user for each in running)
-        top = max(priority for priority, _ in self._lines)
-        heads = [line[0] for (priority, _), line in self._lines.items() if priority == top]
-        return min(heads, key=lambda each: (counts[each.user], each.arrival))
+        claims = Claims()
+        for each in running:
+            claims.add(each, each.ahead)
+        top = max(priority for priority, _, _ in self._lines)
+        heads = [line[0] for (priority, _, _), line in self._lines.items() if priority == top]
+        return min(heads, key=lambda each: (*claims.behind(each, self._shares.of(each)), each.arrival))
 
 
 def turns(readers: Sequence[Reader]) -> list[int]:
-    """In which order prompts are read: users take turns, and of each the one with the least left is first."""
-    by_length = sorted(range(len(readers)), key=lambda at: (readers[at].left, readers[at].arrival))
-    seen: Counter[str] = Counter()
-    places = {}
-    for at in by_length:
-        reader = readers[at]
-        places[at] = (-reader.priority, seen[reader.user], reader.left, reader.arrival)
-        seen[reader.user] += 1
-    return sorted(by_length, key=places.__getitem__)
+    """The order in which prompts are read: priorities, then by turns as in a queue, and of each user the one with the
+    least left is first.
+    """
+    lines: dict[tuple[int, str, str], deque[int]] = {}
+    for at in sorted(range(len(readers)), key=lambda at: (readers[at].left, readers[at].arrival)):
+        lines.setdefault((readers[at].priority, readers[at].key, readers[at].user), deque()).append(at)
+    claims: dict[int, Claims] = defaultdict(Claims)
+
+    def place(line: deque[int]) -> tuple[float, ...]:
+        reader = readers[line[0]]
+        key, user = claims[reader.priority].behind(reader, (0, 0))
+        by_key, by_user = (served // TURN_TOKENS for served in reader.served)
+        return -reader.priority, by_key, key, by_user, user, reader.left, reader.arrival
+
+    order: list[int] = []
+    while lines:
+        name = min(lines, key=lambda name: place(lines[name]))
+        order.append(lines[name].popleft())
+        claims[name[0]].add(readers[order[-1]], readers[order[-1]].left)
+        if not lines[name]:
+            del lines[name]
+    return order
+
+
+def is_due(reader: Reader, others: Sequence[tuple[Reader, int]]) -> bool:
+    """Whether its turn comes before those of others, of whom a pass under way reads so many tokens each."""
+    claims = Claims()
+    for other, count in others:
+        claims.add(other, count)
+    for other, _ in others:
+        if (other.key, other.user) == (reader.key, reader.user):
+            return False
+        level = int(other.key == reader.key)
+        if reader.served[level] >= claims.behind(other, other.served)[level]:
+            return False
+    return True
 
 
 def allot(readers: Sequence[Reader], order: Sequence[int], total: int) -> list[int]:

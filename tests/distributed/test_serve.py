@@ -24,6 +24,7 @@ from tests.distributed.serving import END_S, NAME, START_S, Server
 # Tokens that take seconds, whatever the machine: what is done meanwhile must not come after them.
 LONG = 1500
 PROMPT = 150
+LOSSES = (signal.SIGKILL, signal.SIGINT, signal.SIGTERM)
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +173,8 @@ def test_what_was_read_is_there_after_a_kill_on_another_mesh(model: Path, tmp_pa
         assert server.end(signum=signal.SIGINT) == 0
 
 
-def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [pytest.param(each, marks=pytest.mark.drawn(1)) for each in LOSSES])
+def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_path: Path, signum: int) -> None:
     with Server(tmp_path / "server", model, "--cp", 2) as server:
         parts: list[Any] = []
         reader = threading.Thread(target=streamed, args=(server, prose(5), parts))
@@ -181,11 +183,21 @@ def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_pat
             assert reader.is_alive()
             time.sleep(0.01)
         assert len(server.ranks) == 2
-        server.ranks[1].kill()
+        server.ranks[1].send_signal(signum)
         reader.join(END_S)
-        assert isinstance(parts[-1], openai.APIError | httpx.HTTPError), parts[-1]
+        assert isinstance(parts[-1], openai.APIError) and "was lost" in str(parts[-1]), parts[-1]
         assert server.process.wait(END_S) == 1
         assert "Traceback" not in server.stderr, server.stderr
+
+
+@pytest.mark.parametrize("signum", [pytest.param(each, marks=pytest.mark.drawn(1)) for each in LOSSES])
+def test_a_rank_that_is_lost_while_nobody_asks_ends_the_server(model: Path, tmp_path: Path, signum: int) -> None:
+    """Without a request that would find it out."""
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        assert server.get("/health").status_code == 200
+        server.ranks[1].send_signal(signum)
+        assert server.process.wait(END_S) == 1
+        assert "was lost" in server.stderr and "Traceback" not in server.stderr, server.stderr
 
 
 @pytest.mark.drawn("ends")

@@ -14,6 +14,7 @@ from tests.mappings import random_mapping
 SCRIPT = Path(__file__).parent / "ranks" / "serving.py"
 TIMEOUT = 240
 PATIENCE_SECONDS = 10.0
+SOON_SECONDS, TRIES = 1.0, 3
 
 
 @pytest.fixture
@@ -118,3 +119,30 @@ def test_clients_hear_of_a_rank_that_was_killed(tmp_path: Path, model: Path, mes
         assert client["why"] == "error" and "rank 1" in client["message"] and "lost" in client["message"], client
         assert client["ended_at"] - gone < PATIENCE_SECONDS
     assert "takes no more requests" in found["late"]
+
+
+@pytest.mark.parametrize(
+    ("error", "victim"),
+    [
+        pytest.param(error, victim, marks=pytest.mark.drawn(2))
+        for error in ("MemoryError", "OSError", "KeyboardInterrupt", "SystemExit", "KeyError")
+        for victim in (0, 1)
+    ],
+)
+def test_clients_hear_at_once_of_a_rank_that_ends_with_any_error(
+    tmp_path: Path, model: Path, error: str, victim: int
+) -> None:
+    for _ in range(TRIES):
+        for left in tmp_path.glob("*.now"):
+            left.unlink()
+        result, out = launch(tmp_path, model, "2x1", f"raises {error} {victim}")
+        assert result.leftovers == [] and not {0, None} & set(result.codes), result
+        assert f"rank {victim} ends because it failed: {error}" in result.stderr, result.stderr
+        found, gone = json.loads(out.read_text()), float(out.with_suffix(".gone").read_text())
+        for client in found["clients"]:
+            said = "the server failed" if victim == 0 else "rank 1 (host"
+            assert client["why"] == "error" and said in client["message"], client
+        assert "takes no more requests" in found["late"]
+        if all(client["ended_at"] - gone < SOON_SECONDS for client in found["clients"]):
+            return
+    raise AssertionError([client["ended_at"] - gone for client in found["clients"]])

@@ -87,6 +87,14 @@ def test_a_lost_rank_and_one_that_ended_are_told_apart(channels: list[HealthChan
     assert not others[2].open
 
 
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_gives_itself_up_is_lost_to_all(channels: list[HealthChannel], rank: int) -> None:
+    """Its process may go on for a while."""
+    channels[rank].end(lost=True)
+    lost = {"kind": "lost", "rank": rank}
+    assert all(heard(other)[0] == lost for number, other in enumerate(channels) if number != rank)
+
+
 def test_a_stranger_is_no_rank() -> None:
     gathering = Gathering(2)
     found: list[HealthChannel] = []

@@ -54,6 +54,12 @@ class _Answer:
     tokens: int = 0
 
 
+def check_serves(loop: ServingLoop) -> None:
+    """An ApiError where no more requests are taken: while the server drains, and once a rank is lost."""
+    if loop.state in ("draining", "ended"):
+        raise unavailable("the server is ending; it takes no more requests")
+
+
 Timed = Callable[[float, float | None], None]
 """Is told an answer's TTFT, and its mean time per further token, when it ends."""
 
@@ -81,6 +87,7 @@ class Answers:
                     stop_ids=call.stop_ids,
                     logprobs=call.logprobs,
                     priority=call.priority,
+                    key=call.key,
                     user=call.user,
                     form=call.form,
                     compresses=call.compresses,
@@ -177,8 +184,7 @@ class Answers:
         try:
             self._loop.submit(answer.request)
         except RefusedError as error:
-            if self._loop.stats().state != "serving":
-                raise unavailable("the server is ending") from error
+            check_serves(self._loop)
             raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
         except ValueError as error:
             raise ApiError(400, str(error), code="context_length_exceeded") from error

@@ -12,13 +12,13 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from megakv.serving.form import Form
-from megakv.serving.http.answers import Answers
+from megakv.serving.http.answers import Answers, check_serves
 from megakv.serving.http.call import Call, make_call, read_generation_config
 from megakv.serving.http.channel import Bell
 from megakv.serving.http.chat import ChatAnswer
 from megakv.serving.http.completions import CompletionAnswer, prompts_of
 from megakv.serving.http.conversations import Conversations, Turn
-from megakv.serving.http.errors import ApiError, unavailable, wrong_fields
+from megakv.serving.http.errors import ApiError, wrong_fields
 from megakv.serving.http.handlers import HANDLERS
 from megakv.serving.http.held import Held, held_to
 from megakv.serving.http.metrics import Metrics
@@ -48,7 +48,6 @@ class Service:
         # It is the event loop's, which is there with the first call.
         self._bell: Bell | None = None
         self._page = Page()
-        self.draining = False
 
     def app(self) -> FastAPI:
         """The application."""
@@ -91,6 +90,7 @@ class Service:
             [prompt],
             self._served,
             self._settings,
+            key=_owner(request),
             user=_user(request, body),
             asked=body.max_completion_tokens or body.max_tokens,
             usual=None,
@@ -117,6 +117,7 @@ class Service:
             prompts,
             self._served,
             self._settings,
+            key=_owner(request),
             user=_user(request, body),
             asked=body.max_tokens,
             usual=USUAL_COMPLETION_TOKENS,
@@ -143,6 +144,7 @@ class Service:
             [prompt],
             self._served,
             self._settings,
+            key=_owner(request),
             user=_user(request, body),
             asked=body.max_output_tokens,
             usual=None,
@@ -181,8 +183,7 @@ class Service:
 
     async def health(self) -> Response:
         """Whether requests are taken."""
-        if self.draining:
-            raise unavailable("the server is ending")
+        check_serves(self._loop)
         return _json({"status": "ok"})
 
     async def prometheus(self) -> Response:
@@ -204,8 +205,7 @@ class Service:
     # Steps of a call
 
     async def _body(self, request: Request, kind: type[B]) -> B:
-        if self.draining:
-            raise unavailable("the server is ending; it takes no more requests")
+        check_serves(self._loop)
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
             # What a page of another site may send without asking is no JSON.
@@ -275,16 +275,15 @@ class Service:
 
 
 def _owner(request: Request) -> str:
-    """Whose responses are whose: those of a key."""
+    """The key of a request, by its number: keys take turns, and have responses of their own."""
     return str(request.scope.get("key"))
 
 
 def _user(request: Request, body: SamplingBody) -> str:
-    """Between whom turns are taken: keys, and where there is one or none those whom requests name, or hosts."""
-    key = request.scope.get("key")
-    if key:
-        return f"key {key}"
-    return body.user or (request.client.host if request.client else "")
+    """The user of a key, between whom turns are taken: the one whom a request names, or its host."""
+    if body.user is not None:
+        return f"user {body.user}"
+    return f"host {request.client.host if request.client else None}"
 
 
 def _json(value: Any) -> Response:

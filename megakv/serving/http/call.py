@@ -33,6 +33,7 @@ class Call:
     stop_ids: frozenset[int]
     logprobs: int | None
     priority: int
+    key: str
     user: str
     special: bool = False
     """Whether special tokens are part of the text."""
@@ -55,6 +56,7 @@ def make_call(
     served: ServedModel,
     settings: HttpSettings,
     *,
+    key: str,
     user: str,
     asked: int | None,
     usual: int | None,
@@ -93,6 +95,7 @@ def make_call(
         stop_ids=frozenset() if body.ignore_eos else served.end_ids,
         logprobs=logprobs,
         priority=body.priority,
+        key=key,
         user=user,
         special=special,
         form=form,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
+from sys import getsizeof
 from typing import Any
 
 MOST_RESPONSES = 4096
-MOST_LETTERS = 256 << 20
-"""Of all conversations; what several of them share counts once."""
+MOST_BYTES = 256 << 20
+"""Memory of all conversations; what several of them share counts once."""
 
 
 @dataclass(frozen=True)
@@ -37,45 +38,72 @@ class Turn:
         return [message for turn in self.line for message in turn.added]
 
     @cached_property
-    def letters(self) -> int:
-        """What it added and what its response repeats of the body, with room for its frame."""
-        added = sum(len(str(value)) for message in self.added for value in message.values())
-        return 2000 + added + len(str(self.response))
+    def bytes(self) -> int:
+        """Memory of what it added and what its response repeats of the body, with room for its frame."""
+        added = sum(getsizeof(str(value)) for message in self.added for value in message.values())
+        return 2000 + added + getsizeof(str(self.response))
 
 
 class Conversations:
-    """Turns by their responses' ids. Any of them can be gone on from, as often as asked: a fork."""
+    """Turns by their responses' ids. Any of them can be gone on from, as often as asked: a fork.
 
-    def __init__(self, most: int = MOST_RESPONSES, most_letters: int = MOST_LETTERS):
-        self._most, self._most_letters = most, most_letters
-        self._turns: OrderedDict[str, Turn] = OrderedDict()
+    Where they are beyond a bound, the owner who has most gives up his own: nobody's go below an equal part of it.
+    """
+
+    def __init__(self, most: int = MOST_RESPONSES, most_bytes: int = MOST_BYTES):
+        self._most, self._most_bytes = most, most_bytes
+        self._turns: dict[str, OrderedDict[str, Turn]] = {}
+        self._bytes: dict[str, int] = {}
 
     def find(self, name: str, owner: str) -> Turn | None:
         """A turn of this owner."""
-        turn = self._turns.get(name)
-        if turn is None or turn.owner != owner:
-            return None
-        self._turns.move_to_end(name)
-        return turn
+        turns = self._turns.get(owner, OrderedDict())
+        if name in turns:
+            turns.move_to_end(name)
+        return turns.get(name)
 
     def keep(self, name: str, turn: Turn) -> None:
         """Add one; those not used for longest go, in so far as no other goes on from them."""
-        self._turns[name] = turn
-        while len(self._turns) > 1 and (len(self._turns) > self._most or self._letters() > self._most_letters):
-            self._turns.popitem(last=False)
+        self._turns.setdefault(turn.owner, OrderedDict())[name] = turn
+        self._weigh(turn.owner)
+        while self.count > 1:
+            if self.count > self._most:
+                heaviest = max(self._turns, key=lambda owner: len(self._turns[owner]))
+            elif self.bytes > self._most_bytes:
+                heaviest = max(self._bytes, key=self._bytes.__getitem__)
+            else:
+                return
+            self._turns[heaviest].popitem(last=False)
+            self._weigh(heaviest)
 
     def drop(self, name: str, owner: str) -> bool:
         """Forget one; whether there was such."""
         if self.find(name, owner) is None:
             return False
-        del self._turns[name]
+        del self._turns[owner][name]
+        self._weigh(owner)
         return True
 
-    def _letters(self) -> int:
+    @property
+    def count(self) -> int:
+        """Turns that are kept."""
+        return sum(map(len, self._turns.values()))
+
+    @property
+    def bytes(self) -> int:
+        """Memory that they hold."""
+        return sum(self._bytes.values())
+
+    def _weigh(self, owner: str) -> None:
+        """Note what an owner's turns hold by now, and those that they go on from."""
+        if not self._turns[owner]:
+            del self._turns[owner]
+            self._bytes.pop(owner, None)
+            return
         held: dict[int, int] = {}
-        for turn in self._turns.values():
+        for turn in self._turns[owner].values():
             each: Turn | None = turn
             while each is not None and id(each) not in held:
-                held[id(each)] = each.letters
+                held[id(each)] = each.bytes
                 each = each.previous
-        return sum(held.values())
+        self._bytes[owner] = sum(held.values())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
+from contextlib import suppress
 
 import uvicorn
 
@@ -30,10 +31,10 @@ class HttpServer:
     def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, listener: socket.socket):
         self._loop, self._listener = loop, listener
         metrics = Metrics(loop.stats)
-        self._service = Service(loop, served, settings, metrics)
+        service = Service(loop, served, settings, metrics)
         protocol = limited_protocol(most=settings.max_connections, stall_s=settings.stall_s)
         config = uvicorn.Config(
-            Guard(self._service.app(), settings, metrics.count),
+            Guard(service.app(), settings, metrics.count),
             http=protocol,
             ws="none",
             lifespan="off",
@@ -45,7 +46,7 @@ class HttpServer:
         )
         self._server = uvicorn.Server(config)
         self._events: asyncio.AbstractEventLoop | None = None
-        self._standing = threading.Event()
+        self._standing, self._stops = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="megakv-http", daemon=True)
 
     def start(self) -> None:
@@ -57,17 +58,14 @@ class HttpServer:
     def drain(self) -> None:
         """Take no more requests; safe in a signal's handler, and as often as one likes."""
         if self._events is not None:
-            self._events.call_soon_threadsafe(self._drain)
+            # After its end there is nothing to drain.
+            with suppress(RuntimeError):
+                self._events.call_soon_threadsafe(self._loop.drain)
 
     def stop(self) -> None:
         """End, when what was written to clients has reached them."""
-        self._server.should_exit = True
+        self._stops = self._server.should_exit = True
         self._thread.join(2 * FAREWELL_S)
-
-    def _drain(self) -> None:
-        if not self._service.draining:
-            self._service.draining = True
-            self._loop.drain()
 
     def _run(self) -> None:
         async def serve() -> None:
@@ -75,4 +73,12 @@ class HttpServer:
             self._standing.set()
             await self._server.serve([self._listener])
 
-        asyncio.run(serve())
+        why = "without an error"
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            why = f"with {type(error).__name__}: {error}"
+            raise
+        finally:
+            if not self._stops:
+                self._loop.fail(f"the thread that speaks HTTP has ended {why}")

@@ -2,12 +2,13 @@
 
 Usage: serving.py OUT.json MODEL CPxTP STAGE STORE, with STAGE ``random`` (many requests, against the engine alone),
 ``budget`` (some of them with compressed caches), ``offload`` and ``mapping`` (with the section in the file STORE),
-``store`` (a long prompt, after which the ranks kill themselves), ``restored`` (the same after a restart), or ``killed``
-(the last rank kills itself while all is under way).
+``store`` (a long prompt, after which the ranks kill themselves), ``restored`` (the same after a restart), ``killed``
+(the last rank kills itself while all is under way), or ``raises ERROR RANK`` (that rank's next pass raises it instead).
 """
 
 from __future__ import annotations
 
+import builtins
 import json
 import os
 import random
@@ -173,6 +174,17 @@ def kill_oneself(out: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def raise_in_a_pass(engine: megakv.MegaKVEngine, out: Path, error: str) -> None:
+    """An error of that name, in the midst of the first pass after rank 0's clients have begun."""
+
+    def fail(*_: Any) -> None:
+        if out.with_suffix(".now").exists():
+            out.with_suffix(".gone").write_text(str(time.monotonic()))
+            raise getattr(builtins, error)(0)
+
+    list(engine.module.modules())[-1].register_forward_pre_hook(fail)
+
+
 def references(engine: megakv.MegaKVEngine, clients: list[dict[str, Any]]) -> None:
     """What the engine says alone to each."""
     asked: list[Any] = [[(client["prompt"], client["new"], client["compresses"]) for client in clients]]
@@ -192,7 +204,7 @@ def own_pids() -> list[int]:
 
 
 def main() -> None:
-    out, stage = Path(sys.argv[1]), sys.argv[4]
+    out, (stage, *error) = Path(sys.argv[1]), sys.argv[4].split()
     cp, tp = (int(part) for part in sys.argv[3].split("x"))
     section: dict[str, Any] = {"context_parallel": {"size": cp}, "timeout_s": 60}
     if stage == "budget":
@@ -220,7 +232,7 @@ def main() -> None:
             try:
                 if drawn:
                     results.update(many(loop, budget=stage == "budget"))
-                elif stage == "killed":
+                elif stage == "killed" or error:
                     results.update(killed(loop, out))
                 elif stage == "store":
                     assert store is not None
@@ -235,6 +247,8 @@ def main() -> None:
             thread.start()
         elif stage == "killed" and rank == dist.get_world_size() - 1:
             threading.Thread(target=kill_oneself, args=(out,), daemon=True).start()
+        if error and rank == int(error[1]):
+            raise_in_a_pass(engine, out, error[0])
         try:
             loop.run()
         finally:

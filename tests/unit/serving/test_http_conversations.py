@@ -1,4 +1,4 @@
-"""Responses are kept within a bound, and those that others go on from are counted as long as they are held."""
+"""Responses are kept within bounds that keys share, and those that others go on from count as long as they are held."""
 
 import random
 
@@ -19,8 +19,8 @@ def test_the_last_used_are_kept() -> None:
     assert kept.drop("a", "one") and not kept.drop("a", "one") and not kept.drop("c", "another")
 
 
-def test_letters_are_bounded_and_shared_ones_count_once() -> None:
-    kept = Conversations(most=1000, most_letters=100_000)
+def test_bytes_are_bounded_and_shared_ones_count_once() -> None:
+    kept = Conversations(most=1000, most_bytes=100_000)
     document = turn(None, 50_000)
     kept.keep("document", document)
     for number in range(15):
@@ -28,18 +28,43 @@ def test_letters_are_bounded_and_shared_ones_count_once() -> None:
     assert kept.find("document", "one") is document and kept.find("fork 0", "one") is not None
     for number in range(50):
         kept.keep(f"other {number}", turn(None, random.randrange(20_000)))
-        assert kept._letters() <= 100_000 or len(kept._turns) == 1
+        assert kept.bytes <= 100_000 or kept.count == 1
     # Dropped, it is still held by those that go on from it.
     chain = turn(None, 90_000)
     kept.keep("long", chain)
     kept.keep("after", turn(chain, 9_000))
-    assert kept.find("after", "one") is not None and len(kept._turns) == 1
+    assert kept.find("after", "one") is not None and kept.count == 1
     assert [message["role"] for message in turn(chain, 1).messages] == ["user", "user"]
 
 
 def test_what_a_response_repeats_of_its_body_counts() -> None:
-    kept = Conversations(most=1000, most_letters=100_000)
+    kept = Conversations(most=1000, most_bytes=100_000)
     for number in range(20):
         response = {"tools": [{"name": "a" * 30_000}]}
         kept.keep(f"call {number}", Turn("one", None, ({"role": "user", "content": "a"},), response))
-    assert len(kept._turns) <= 3
+    assert kept.count <= 3
+
+
+def test_one_owner_does_not_push_out_another_s() -> None:
+    """Neither by how many they are nor by their size: each keeps an equal part."""
+    for kept, letters in ((Conversations(most=20), 1), (Conversations(most=10_000, most_bytes=100_000), 5_000)):
+        for number in range(4):
+            kept.keep(f"mine {number}", turn(None, letters, "other"))
+        for number in range(200):
+            kept.keep(f"theirs {number}", turn(None, letters, "greedy"))
+        assert all(kept.find(f"mine {number}", "other") is not None for number in range(4))
+        assert kept.find("theirs 199", "greedy") is not None and kept.find("theirs 0", "greedy") is None
+        for number in range(200):
+            kept.keep(f"later {number}", turn(None, letters, "third"))
+        owners = [sum(kept.find(f"{kind} {n}", owner) is not None for n in range(200)) for kind, owner in
+                  (("mine", "other"), ("theirs", "greedy"), ("later", "third"))]  # fmt: skip
+        # The second and the third share what the first leaves.
+        assert owners[0] == 4 and abs(owners[1] - owners[2]) <= 1
+        assert kept.count <= 20 and kept.bytes <= 100_000
+    assert kept.drop("mine 0", "other") and kept.find("mine 0", "other") is None
+
+
+def test_letters_of_any_alphabet_count_as_the_memory_they_take() -> None:
+    for letter, each in (("a", 1), ("\u4e00", 2), ("\U0001f600", 4)):
+        content = ({"role": "user", "content": letter * 1000},)
+        assert 0 <= Turn("one", None, content, {}).bytes - 1000 * each - 2000 < 400

@@ -15,6 +15,7 @@ from megakv.serving.http.listener import listening_socket
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import ApiKeys, HttpSettings
 from megakv.serving.loop import ServingLoop
+from megakv.serving.request import Request
 from tests.unit.serving.conftest import MOST_S, NAME, check_error, running
 
 KEYS = ["a-key-of-one-user-1", "a-key-of-another-2"]
@@ -111,6 +112,22 @@ def test_responses_are_those_of_a_key(url: str) -> None:
     follow = {**body, "previous_response_id": name}
     check_error(httpx.post(f"{url}/v1/responses", json=follow, headers=key(1)), 404)
     check_error(httpx.delete(f"{url}/v1/responses/{name}", headers=key(1)), 404)
+
+
+def test_turns_are_those_of_keys_whatever_users_they_name(
+    url: str, loop: tuple[ServingLoop, ServedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first key's too; nobody is taken for another key, for a host, or for a user of another key."""
+    taken, submit = list[Request](), loop[0].submit
+    monkeypatch.setattr(loop[0], "submit", lambda request: (taken.append(request), submit(request)))
+    for number in range(2):
+        for user in (None, "", "key 1", "1", "127.0.0.1", "host 127.0.0.1"):
+            named = {} if user is None else {"user": user}
+            assert (
+                httpx.post(url + CHAT, json={**BODY, **named}, headers=key(number), timeout=MOST_S).status_code == 200
+            )
+    assert [request.key for request in taken] == ["0"] * 6 + ["1"] * 6
+    assert len({request.user for request in taken[:6]}) == len({request.user for request in taken[6:]}) == 6
 
 
 def test_a_large_body_is_refused_before_it_is_sent(url: str) -> None:

@@ -2,9 +2,11 @@
 
 from concurrent.futures import Future
 
+import pytest
 import torch
 
-from megakv.serving.plan import Load, StoredPart
+from megakv.errors import MegaKVError
+from megakv.serving.plan import Await, Load, StoredPart
 from megakv.serving.prefix_store import PrefixStore
 
 
@@ -27,3 +29,13 @@ def test_a_span_is_here_only_once_it_was_read() -> None:
     assert not store.is_here(1)
     folder.reading.set_result(object())
     assert store.is_here(1)
+
+
+@pytest.mark.parametrize("error", [MegaKVError("torn"), OSError("gone"), MemoryError(), ValueError("odd")])
+def test_what_cannot_be_read_for_whatever_reason_is_done_without(error: Exception) -> None:
+    folder = Folder()
+    store = PrefixStore(torch.device("cpu"), folder)  # type: ignore[arg-type]
+    store.arrange(Load(1, StoredPart("0" * 24, 0, 1, 1)))
+    folder.reading.set_exception(error)
+    assert store.receive(Await((1,))) == {1: str(error) or "MemoryError"}
+    assert len(store) == 0 and not store.is_here(1)
