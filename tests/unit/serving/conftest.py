@@ -1,9 +1,11 @@
 """A server over a real loop and a real engine, of one rank, in this process."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -109,19 +111,27 @@ def budget(tmp_path: Path) -> Iterator[str]:
 
 
 class running:  # noqa: N801
-    """A server in a ``with``; gives its address."""
+    """A server in a ``with``; gives its address, `url`, where connections wait for it until then."""
 
     def __init__(self, loop: tuple[ServingLoop, ServedModel], settings: HttpSettings):
         self._listener = listening_socket(settings)
         self._server = HttpServer(*loop, settings, self._listener)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> str:
         self._server.start()
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return self.url
 
     def __exit__(self, *ending: object) -> None:
         self._server.stop()
         self._listener.close()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + MOST_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def check_error(answer: httpx.Response, *statuses: int) -> dict[str, str]:
