@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.launch import Result, run_forked
+from tests.patience import Patience
 from tests.stacks import show, write_stacks
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -27,13 +28,17 @@ def run_benchmark(script: str, *argv: str | Path, timeout: float = 120) -> subpr
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            started = psutil.Process(process.pid)
-            write_stacks([*started.children(recursive=True), started])
-            show(process.communicate()[1])
-            raise
+        patience = Patience(timeout)
+        while True:
+            try:
+                stdout, stderr = process.communicate(timeout=1)
+                break
+            except subprocess.TimeoutExpired:
+                if patience.over:
+                    started = psutil.Process(process.pid)
+                    write_stacks([*started.children(recursive=True), started])
+                    show(process.communicate()[1])
+                    raise
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 

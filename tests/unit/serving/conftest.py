@@ -21,6 +21,7 @@ from megakv.serving.http.settings import HttpSettings
 from megakv.serving.loop import ServingLoop
 from megakv.serving.settings import ServingSettings
 from tests.distributed.models import save_model
+from tests.patience import Patience
 from tests.unit.serving.tokenizers import byte_level
 
 NAME = "tiny"
@@ -128,9 +129,9 @@ class running:  # noqa: N801
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + MOST_S
+    patience = Patience(MOST_S)
     while not condition():
-        assert time.monotonic() < deadline
+        assert not patience.over
         time.sleep(0.02)
 
 
