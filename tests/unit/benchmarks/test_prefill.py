@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tests.patience import Patience, alive_after
-from tests.unit.benchmarks.running import BENCHMARKS, fork_benchmark, run_benchmark, tiny
+from tests.unit.benchmarks.running import BENCHMARKS, fork_benchmark, outputs, run_benchmark, tiny
 
 SCRIPT = BENCHMARKS / "prefill.py"
 TINY = tiny()
@@ -95,14 +95,14 @@ def test_end_by_sigterm_leaves_no_rank(tmp_path: Path) -> None:
         time.sleep(0.1)
     assert len(ranks) == 2
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    outputs(process, 20)
     assert process.returncode == 128 + signal.SIGTERM
     assert alive_after(5, ranks) == []
 
 
 def test_run_beyond_its_time_is_ended() -> None:
     process = start("--ranks", "1", "--timeout", "2", *TINY)
-    _, err = process.communicate(timeout=30)
+    _, err = outputs(process, 30)
     assert process.returncode == 124 and "--timeout 2 s" in err
 
 
@@ -117,5 +117,5 @@ def test_run_beyond_its_time_is_ended() -> None:
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
     process = start(*argv, *TINY)
-    _, err = process.communicate(timeout=10)
+    _, err = outputs(process, 10)
     assert process.returncode == 2 and named in err
