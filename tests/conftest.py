@@ -99,6 +99,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "drawn(pool): of a pool of POOLS, over all files")
     config.addinivalue_line("markers", "distributed: starts ranks of its own (set on all of tests/distributed)")
     torch.set_num_threads(1)
+    # Thousands of tests are collected, in every process, and next to nothing of it is garbage.
+    gc.disable()
     # What runs out of time says where it stands.
     os.environ["PYTHONFAULTHANDLER"] = "1"
     # A script's background jobs ignore Ctrl-C, and so does all that they start; tests send it to what they start.
@@ -122,6 +124,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     # What was imported stays: the collector need not walk it again and again.
     gc.freeze()
+    gc.enable()
 
 
 def draw(items: list[pytest.Item], seed: int) -> None:

@@ -99,6 +99,7 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
         "lossy_token_agreement": min((row["token_agreement"] for row in apart), default=None),
         "auto_over_best": max((found.value for found in regrets.values()), default=None),
         "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
+        "auto_took_best_by_case": {name: _took_best(found) for name, found in auto.items()},
         "same_twice_by_case": {name: found.to_json() for name, found in twice.items() if found is not None},
         "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
         "predictions": _predictions(rows),
@@ -114,10 +115,21 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
 
 def _regret(found: Mapping[str, Row]) -> Interval:
     """The time of `auto` over that of the best of what it chooses from: the median of the ratios within rounds."""
-    best = min((found[method] for method in CHOICES if method in found), key=step_s)
+    best = _best(found)
     # Where the best had fewer rounds than `auto`, those.
     rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
     return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
+
+
+def _took_best(found: Mapping[str, Row]) -> float:
+    """The share of its steps for which `auto` took the best: where it is 1, it is but a second such engine."""
+    plans = found["auto"]["plans"]
+    return plans.get(_best(found)["method"], 0) / sum(plans.values())
+
+
+def _best(found: Mapping[str, Row]) -> Row:
+    """The row of the fastest of what `auto` chooses from."""
+    return min((found[method] for method in CHOICES if method in found), key=step_s)
 
 
 def _chosen(found: Mapping[str, Row]) -> dict[str, Any]:

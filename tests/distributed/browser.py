@@ -11,6 +11,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
+from tests.patience import Patience
+
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 WAIT_S = 120.0
 
@@ -85,9 +87,9 @@ class Browser:
 
     def wait_for(self, script: str, seconds: float = WAIT_S) -> Any:
         """An expression's value, once it is true."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while not (value := self.run(script)):
-            assert time.monotonic() < deadline, (script, self.errors, self.run("document.body.innerText"))
+            assert not patience.over, (script, self.errors, self.run("document.body.innerText"))
             time.sleep(0.05)
         return value
 

@@ -34,6 +34,7 @@ import megakv.injection.families  # noqa: F401
 import megakv.launcher.run  # noqa: F401
 import megakv.session_files  # noqa: F401
 import tests.families  # noqa: F401
+from tests.patience import Patience, holds_within
 from tests.stacks import write_stacks
 
 # How long the others have to end once a rank has failed, as with DeepSpeed and torchrun.
@@ -112,13 +113,13 @@ def signal_rank(pid: int, number: int) -> None:
         pass
 
 
-def wait_for_ranks(pids: list[int], deadline: float) -> list[int | None]:
-    """Exit statuses of all ranks, None for those that had to be killed at the deadline."""
+def wait_for_ranks(pids: list[int], patience: Patience) -> list[int | None]:
+    """Exit statuses of all ranks, None for those that had to be killed when time was over."""
     codes: list[int | None] = [None] * len(pids)
     failed: float | None = None
     parent = os.getppid()
     while None in codes:
-        if time.monotonic() > deadline or os.getppid() != parent:
+        if patience.over or os.getppid() != parent:
             return codes
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid in pids:
@@ -152,14 +153,13 @@ def serve(request: dict[str, Any]) -> dict[str, Any]:
     """Run one request: exit statuses, seconds, and what was left over and is killed by now."""
     start = time.monotonic()
     pids = fork_ranks(request)
-    codes = wait_for_ranks(pids, start + request["timeout"])
+    codes = wait_for_ranks(pids, Patience(request["timeout"]))
     seconds = time.monotonic() - start
-    deadline = time.monotonic() + GRACE_S
-    while (left := offspring()) and None not in codes and time.monotonic() < deadline:
-        time.sleep(0.1)
-    names = [] if None in codes else [describe(process) for process in left]
+    names = []
     if None in codes:
         write_stacks(offspring())
+    elif not holds_within(GRACE_S, lambda: not offspring(), every_s=0.1):
+        names = [describe(process) for process in offspring()]
     while left := offspring():
         kill(left)
     return {"codes": codes, "seconds": seconds, "leftovers": names}

@@ -17,12 +17,13 @@ from typing import Any, Literal
 
 import psutil
 
+from tests.patience import holds_within, status_within
 from tests.stacks import show, write_stacks
 
 Launcher = Literal["forked", "deepspeed", "torchrun", "accelerate", "srun", "python"]
 ROOT = Path(__file__).resolve().parents[2]
 TAG = "MEGAKV_TEST_LAUNCH"
-# How long processes may take to go after their launcher has ended before they count as left over.
+# How long processes may take to go after their launcher has ended before they count as left over, as of `Patience`.
 GRACE_S = 5.0
 PORT_ATTEMPTS = 3
 
@@ -77,7 +78,7 @@ def run_ranks(
     ranks : int
         Number of processes; 1 with the launcher ``python``, which starts the script by itself.
     timeout : float
-        Seconds after which the whole process tree is killed.
+        Seconds, as of `Patience`, after which the whole process tree is killed.
     env : dict, optional
         Variables set on top of the present ones and of the defaults: one thread per rank, and this checkout on
         PYTHONPATH.
@@ -249,7 +250,7 @@ def _run_once(command: list[str], timeout: float, env: dict[str, str]) -> Result
         leftovers: list[psutil.Process] = []
         returncode: int | None = None
         try:
-            returncode = process.wait(timeout)
+            returncode = status_within(timeout, process)
             seconds = time.monotonic() - start
             leftovers = _alive_after_grace(tag)
         except subprocess.TimeoutExpired:
@@ -278,10 +279,8 @@ def _tagged(tag: str) -> list[psutil.Process]:
 
 
 def _alive_after_grace(tag: str) -> list[psutil.Process]:
-    deadline = time.monotonic() + GRACE_S
-    while (alive := _tagged(tag)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return alive
+    holds_within(GRACE_S, lambda: not _tagged(tag), every_s=0.1)
+    return _tagged(tag)
 
 
 def _kill_all(tag: str) -> None:

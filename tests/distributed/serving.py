@@ -15,6 +15,7 @@ import openai
 import psutil
 
 from tests.distributed.launch import GRACE_S, ROOT
+from tests.patience import Patience, alive_after, status_within
 
 START_S = 180.0
 END_S = 120.0
@@ -43,9 +44,9 @@ class Server:
         self.url = ""
 
     def __enter__(self) -> Self:
-        deadline = time.monotonic() + START_S
+        patience = Patience(START_S)
         while (found := re.search(r"at (http://\S+) \(pid (\d+)\)", self.stdout)) is None:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.stdout + self.stderr
+            assert self.process.poll() is None and not patience.over, self.stdout + self.stderr
             time.sleep(0.1)
         self.url, self.first_rank = found[1], psutil.Process(int(found[2]))
         self._family = psutil.Process(self.process.pid).children(recursive=True)
@@ -57,7 +58,7 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait(END_S)
-        _, alive = psutil.wait_procs(self._family, timeout=GRACE_S)
+        alive = alive_after(GRACE_S, self._family)
         for left in alive:
             left.kill()
         assert not alive or error is not None, alive
@@ -86,7 +87,7 @@ class Server:
     def end(self, *, signum: int = signal.SIGTERM) -> int:
         """Ask it to end, and wait until it has; its status."""
         self.process.send_signal(signum)
-        return self.process.wait(END_S)
+        return status_within(END_S, self.process)
 
 
 def _has_rank(process: psutil.Process) -> bool:

@@ -24,6 +24,7 @@ from megakv.session_files import read_meta, read_tokens
 from tests.distributed.launch import GRACE_S, ROOT, run_ranks
 from tests.distributed.models import prose, save_model, word_tokenizer
 from tests.families import llama
+from tests.patience import Patience, alive_after, status_within
 
 SCRIPT = Path(__file__).parent / "ranks" / "chat.py"
 NEW_TOKENS = 5
@@ -129,11 +130,11 @@ class Terminal:
 
     def expect(self, pattern: str, seconds: float = 60) -> re.Match[str]:
         """Wait until what is shown matches; what comes after that is what is looked at next."""
-        deadline = time.monotonic() + seconds
+        patience = Patience(seconds)
         while (found := re.search(pattern, self._shown)) is None:
-            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {pattern!r} within {seconds} s in {self._shown!r}"
-            self._shown += os.read(self._fd, 1 << 16).decode(errors="replace")
+            if select.select([self._fd], [], [], 0.1)[0]:
+                self._shown += os.read(self._fd, 1 << 16).decode(errors="replace")
+            assert not patience.over, f"no {pattern!r} within {seconds} s in {self._shown!r}"
         self._shown = self._shown[found.end() :]
         return found
 
@@ -147,7 +148,7 @@ class Terminal:
 
     def end(self) -> int:
         """The exit status; the terminal is as it was."""
-        status = self._process.wait(timeout=60)
+        status = status_within(60, self._process)
         assert termios.tcgetattr(self._child) == self.before
         return status
 
@@ -162,13 +163,13 @@ def test_asked_to_end(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "megakv", "chat", "no-model", "--cp", "2"]
     env = {**os.environ, "DS_ACCELERATOR": "cpu", "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(words, stdin=subprocess.DEVNULL, cwd=ROOT, env=env)
-    deadline = time.monotonic() + 60
+    patience = Patience(60)
     while not (family := psutil.Process(process.pid).children(recursive=True)) or not any(tmp_path.iterdir()):
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None and not patience.over
         time.sleep(0.05)
     process.terminate()
-    assert process.wait(30) == 128 + signal.SIGTERM
-    assert not any(tmp_path.iterdir()) and not psutil.wait_procs(family, timeout=GRACE_S)[1]
+    assert status_within(30, process) == 128 + signal.SIGTERM
+    assert not any(tmp_path.iterdir()) and not alive_after(GRACE_S, family)
 
 
 def test_terminal(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from megakv.fairkv.profile import load_budgets
 from megakv.tracking.report import load_report
 from tests.distributed.launch import GRACE_S, ROOT, run_command, run_ranks
 from tests.distributed.models import prose, save_model
+from tests.patience import Patience, alive_after, status_within
 
 SCRIPT = ROOT / "launcher" / "mapping_ranks.py"
 START_S = 120
@@ -81,18 +82,18 @@ def test_a_killed_rank_ends_all(tmp_path: Path, prompts: Path) -> None:
     with open(said, "wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
     try:
-        deadline = time.monotonic() + START_S
+        patience = Patience(START_S)
         # Once there is a mapping, the second engine is made and both read.
         while not (tmp_path / "out" / "mapping.png").exists():
-            assert process.poll() is None and time.monotonic() < deadline, said.read_text()
+            assert process.poll() is None and not patience.over, said.read_text()
             time.sleep(0.2)
         family = psutil.Process(process.pid).children(recursive=True)
         ranks = [each for each in family if "megakv.launcher.mapping_ranks" in each.cmdline() and not each.children()]
         ranks[-1].kill()
-        process.wait(60)
+        status_within(60, process)
     finally:
         process.kill()
-        _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+        alive = alive_after(GRACE_S, family)
         for left in alive:
             left.kill()
     assert not alive, alive

@@ -16,6 +16,7 @@ from megakv.runahead.partition import even, from_fractions
 from megakv.runahead.table import load_table
 from tests.distributed.launch import GRACE_S, ROOT, run_ranks
 from tests.distributed.models import prose, save_model
+from tests.patience import Patience, alive_after, status_within
 
 RANKS = 3
 SHORT, LONG = 96, 160
@@ -61,14 +62,14 @@ def interrupt_after(search: Search, trials: int) -> tuple[subprocess.Popen[str],
     command = [sys.executable, "-m", "megakv.launcher.command", "search-partition", *map(str, words)]
     with open(search.folder / "stderr", "w+") as stderr:
         process = subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
-        deadline = time.monotonic() + 120
+        patience = Patience(120)
         try:
             while not search.journal.exists() or search.journal.read_text().count('"seconds"') < trials:
-                assert process.poll() is None and time.monotonic() < deadline, Path(stderr.name).read_text()
+                assert process.poll() is None and not patience.over, Path(stderr.name).read_text()
                 time.sleep(0.02)
             started = psutil.Process(process.pid).children(recursive=True)
             process.send_signal(signal.SIGINT)
-            process.wait(timeout=60)
+            status_within(60, process)
         finally:
             process.kill()
         return process, Path(stderr.name).read_text(), started
@@ -82,7 +83,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
     assert process.returncode == 130, stderr
     assert f"what was measured is in {search.journal}: the same command goes on from there" in stderr
     assert len(started) > RANKS
-    _, alive = psutil.wait_procs(started, timeout=GRACE_S)
+    alive = alive_after(GRACE_S, started)
     assert not alive and not search.table.exists()
     journal = json.loads(search.journal.read_text())
     (short,) = journal["contexts"]

@@ -13,6 +13,7 @@ import pytest
 
 from tests.distributed.launch import GRACE_S, ROOT, run_command
 from tests.distributed.models import prose, save_model
+from tests.patience import Patience, alive_after, status_within
 
 DOCUMENT, NEW_TOKENS = 150, 5
 QUESTIONS = ("aa bb", "cc dd ee", "ff")
@@ -56,17 +57,17 @@ def test_nothing_is_left_behind(ending: signal.Signals, tmp_path: Path) -> None:
     words = ["bash", "-c", f"exec {shlex.join(words)} <(echo {prose(300)})"]
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=out, stderr=err, cwd=ROOT)
-    deadline = time.monotonic() + START_S
+    patience = Patience(START_S)
     family: list[psutil.Process] = []
     # Interrupted while it answers; killed while its ranks start.
     awaited = b"tokens on CP 2" if ending == signal.SIGINT else b"ranks on this machine"
     while awaited not in (tmp_path / "out").read_bytes() or len(family) < 3:
-        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "err").read_text()
+        assert process.poll() is None and not patience.over, (tmp_path / "err").read_text()
         time.sleep(0.2)
         family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(ending)
-    process.wait(30)
-    _, alive = psutil.wait_procs(family, timeout=GRACE_S)
+    status_within(30, process)
+    alive = alive_after(GRACE_S, family)
     for left in alive:
         left.kill()
     assert not alive, alive

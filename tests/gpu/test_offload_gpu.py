@@ -20,9 +20,10 @@ from megakv.offload.link import Move, Place
 from megakv.offload.methods import AUTO, METHODS
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
-from tests.unit.offload.test_stress import STEPS, Shadow
+from tests.unit.offload.test_stress import Shadow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+STEPS = 1000
 
 
 @pytest.fixture(scope="module", autouse=True)

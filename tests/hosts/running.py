@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.launch import GRACE_S, Result
+from tests.patience import holds_within, status_within
 from tests.stacks import show, write_stacks
 
 
@@ -63,12 +64,11 @@ class Running:
         return self._process.poll() is not None
 
     def wait(self, timeout: float | None = None) -> Result:
-        """Wait for its end; kill everything on the hosts `timeout` seconds after the start, or on an exception."""
+        """Wait for its end; kill everything on the hosts after `timeout` seconds, as of `Patience`, or an exception."""
         leftovers: list[str] = []
         returncode: int | None = None
         try:
-            rest = None if timeout is None else max(0.0, self._start + timeout - time.monotonic())
-            returncode = self._process.wait(rest)
+            returncode = self._process.wait() if timeout is None else status_within(timeout, self._process)
             seconds = time.monotonic() - self._start
             leftovers = self._alive_after_grace()
         except subprocess.TimeoutExpired:
@@ -83,10 +83,8 @@ class Running:
         )
 
     def _alive_after_grace(self) -> list[str]:
-        deadline = time.monotonic() + GRACE_S
-        while (alive := self._processes()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return [_describe(process) for process in alive]
+        holds_within(GRACE_S, lambda: not self._processes(), every_s=0.1)
+        return [_describe(process) for process in self._processes()]
 
     def kill(self) -> None:
         """SIGKILL to everything on the hosts. In rounds: children may be new."""

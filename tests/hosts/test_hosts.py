@@ -19,6 +19,7 @@ from tests.hosts.cluster import Hosts
 from tests.hosts.control import ask_rate
 from tests.hosts.links import parse_rate
 from tests.hosts.rates import assert_between
+from tests.patience import Patience, status_within
 
 TOOL = [sys.executable, str(ROOT / "scripts" / "hosts.py")]
 # Says which namespaces it is in, then stays.
@@ -45,16 +46,16 @@ def namespaces(processes: Iterable[psutil.Process] | None = None) -> set[str]:
 
 
 def await_gone(names: set[str]) -> None:
-    deadline = time.monotonic() + END_S
+    patience = Patience(END_S)
     while left := names & namespaces():
-        assert time.monotonic() < deadline, f"left: {left}"
+        assert not patience.over, f"left: {left}"
         time.sleep(0.1)
 
 
 def await_lines(read: Callable[[], str], lines: int) -> list[str]:
-    deadline = time.monotonic() + END_S
+    patience = Patience(END_S)
     while len(text := read().splitlines()) < lines:
-        assert time.monotonic() < deadline, text
+        assert not patience.over, text
         time.sleep(0.05)
     return text
 
@@ -207,7 +208,7 @@ def test_nothing_stays_after_a_signal(tmp_path: Path, number: signal.Signals, st
     names = set(await_lines(out.read_text, 3))
     assert names <= namespaces()
     tool.send_signal(number)
-    assert tool.wait(END_S) == status
+    assert status_within(END_S, tool) == status
     await_gone(names)
     # What cannot be caught leaves a folder; processes and networks go in any case.
     assert number == signal.SIGKILL or [path.name for path in tmp_path.iterdir()] == ["out"]

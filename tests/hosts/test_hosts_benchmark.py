@@ -1,16 +1,12 @@
 """benchmarks/hosts.py as a user starts it: the rate changes from run to run, and the results say what it cost."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import ROOT
+from tests.unit.benchmarks.running import run_benchmark
 
-SCRIPT = ROOT / "benchmarks" / "hosts.py"
 # Keys and values of 2 KV heads of 128: 0.26 MB of each host's 128 tokens cross the link; of the last layer, a query.
 SHAPE = ["--layers", "2", "--hidden", "512", "--heads", "4", "--kv-heads", "2", "--intermediate", "64"]
 
@@ -18,9 +14,9 @@ SHAPE = ["--layers", "2", "--hidden", "512", "--heads", "4", "--kv-heads", "2", 
 @pytest.mark.drawn("links")
 def test_a_slow_link_costs_what_its_bytes_take(tmp_path: Path) -> None:
     path = tmp_path / "hosts.json"
-    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--context", "256", "--repeats", "2", "--rate", "10mbit"]
-    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-    subprocess.run([*command, *SHAPE, "--vocab", "300", "--json", path], check=True, timeout=240, env=environment)
+    given = ["--ranks", "2", "--context", "256", "--repeats", "2", "--rate", "10mbit", "--vocab", "300", *SHAPE]
+    done = run_benchmark("hosts.py", *given, "--json", path, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     rows = {(row["method"], row["rate"]): row for row in report["rows"]}
     assert list(rows) == [(method, rate) for method in ("cp", "tp") for rate in ("unlimited", "10mbit")]

@@ -11,6 +11,7 @@ import pytest
 
 from tests.distributed.launch import ROOT
 from tests.hosts.cluster import Hosts
+from tests.patience import Patience
 
 ASK = ROOT / "recipes" / "passkey" / "ask.py"
 LAUNCH_S = 240
@@ -47,18 +48,16 @@ def test_main_job_across_two_hosts(
 def test_a_rank_killed_on_the_other_host_ends_the_job_and_is_named(slots: int) -> None:
     with Hosts(count=2, slots=slots, rate="1gbit") as hosts:
         running = hosts.start_deepspeed(ASK, "--config", config(slots), "--tokens", "12000")
-        deadline = time.monotonic() + LAUNCH_S
+        patience = Patience(LAUNCH_S)
         while "tokens on CP 2" not in running.stdout:
-            assert not running.ended() and time.monotonic() < deadline, running.wait(0)
+            assert not running.ended() and not patience.over, running.wait(0)
             time.sleep(0.05)
         victim = 2 * slots - 1
         ranks = [process for process in hosts.processes(1) if process.environ().get("RANK") == str(victim)]
         assert len(ranks) == 1
-        killed = time.monotonic()
         ranks[0].kill()
-        result = running.wait(LAUNCH_S)
+        result = running.wait(60)
         assert result.returncode not in (0, None) and result.leftovers == []
-        assert time.monotonic() - killed < 60
     # Seen from the first host, where the process itself cannot be looked for.
     seen = [line for line in result.stderr.splitlines() if re.search(r"megakv: (error: )?rank [01]\b", line)]
     # A survivor on the other host has said so and ended, and may be missed as early as the one that was killed.

@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.launch import GRACE_S
 from tests.distributed.test_recipe import check_outcome, make_checkout, words_of_a_run
 from tests.hosts.cluster import Hosts
+from tests.patience import Patience
 
 START_S = 240
 QUESTION = 'what costs $5, `ls`, 100%h and "this"?'
@@ -22,14 +23,14 @@ def test_ranks_on_two_hosts(tmp_path: Path) -> None:
         words = ["bash", str(script), "--hostfile", str(hosts.hostfile), *words_of_a_run(tmp_path)]
         hosts.run([*words, "--question", QUESTION], timeout=START_S).check()
         running = hosts.start([*words, "--max-new-tokens", "400"])
-        deadline = time.monotonic() + START_S
+        patience = Patience(START_S)
         while "tokens on CP 2" not in running.stdout:
-            assert not running.ended() and time.monotonic() < deadline, running.wait(0)
+            assert not running.ended() and not patience.over, running.wait(0)
             time.sleep(0.05)
         command = next(process for process in hosts.processes(0) if "run" in process.cmdline())
         command.kill()
-        deadline = time.monotonic() + 4 * GRACE_S
-        while (left := hosts.processes()) and time.monotonic() < deadline:
+        patience = Patience(4 * GRACE_S)
+        while (left := hosts.processes()) and not patience.over:
             time.sleep(0.1)
         assert not left, [process.cmdline() for process in left]
     outcome = json.loads((tmp_path / "out.json").read_text())

@@ -140,14 +140,13 @@ try:
 except megakv.errors.PeerLostError as error:
     print(error, flush=True)
 watch.enter_wait("what is deaf")
-time.sleep(60)
+time.sleep(1000)
 """
 
 
 def test_a_lost_process_ends_what_waits_for_it_whatever_connects_them() -> None:
-    begun = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=80, check=False)
+    done = subprocess.run([sys.executable, "-c", WAITING], capture_output=True, text=True, timeout=300, check=False)
     there = "rank 1 (host there, pid 7) was lost"
     assert done.stdout.splitlines() == ["False", "True", f"rank 0: {there} before the next step"], done.stderr
-    assert done.returncode == 1 and time.monotonic() - begun < 50
+    assert done.returncode == 1
     assert f"megakv: rank 0 ends because {there} during what is deaf\n" in done.stderr

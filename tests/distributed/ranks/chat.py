@@ -16,6 +16,14 @@ from pathlib import Path
 lines = json.loads(Path(sys.argv.pop(1)).read_text())
 
 
+def answering() -> bool:
+    """Whether this process is in the midst of an answer."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None and frame.f_code.co_name != "generate":
+        frame = frame.f_back
+    return frame is not None
+
+
 def type_lines(pipe: int) -> None:
     """What sits before the prompt."""
     for line in lines:
@@ -24,7 +32,8 @@ def type_lines(pipe: int) -> None:
         elif isinstance(line, dict):
             os.write(pipe, f"{line['interrupted']}\n".encode())
             # Ctrl-C while a line is read would be about that line.
-            time.sleep(0.1)
+            while not answering():
+                time.sleep(0.02)
             while "stopped before the first token" not in Path("/proc/self/fd/2").read_text():
                 os.kill(os.getpid(), signal.SIGINT)
                 time.sleep(0.02)

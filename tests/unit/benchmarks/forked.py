@@ -10,13 +10,13 @@ import argparse
 import os
 import runpy
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
 from tests.distributed.forkserver import fork_ranks, wait_for_ranks
 from tests.even_costs import even_costs
+from tests.patience import Patience
 
 SCRIPT, *WORDS = sys.argv[1:]
 
@@ -36,7 +36,7 @@ def start_forked(arguments: argparse.Namespace, options: Sequence[str], *, ranks
     # What is still to be written would be written by every rank.
     sys.stdout.flush()
     sys.stderr.flush()
-    codes = wait_for_ranks(fork_ranks(request), time.monotonic() + timeout_s)
+    codes = wait_for_ranks(fork_ranks(request), Patience(timeout_s))
     # None stands for a rank that was not done in time.
     return next((1 if code is None else code for code in codes if code != 0), 0)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from tests.distributed.launch import Result, run_forked
+from tests.patience import Patience
 from tests.stacks import show, write_stacks
 
 BENCHMARKS = Path(__file__).resolve().parents[3] / "benchmarks"
@@ -27,14 +28,22 @@ def run_benchmark(script: str, *argv: str | Path, timeout: float = 120) -> subpr
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     ) as process:
-        try:
-            stdout, stderr = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            started = psutil.Process(process.pid)
-            write_stacks([*started.children(recursive=True), started])
-            show(process.communicate()[1])
-            raise
+        stdout, stderr = outputs(process, timeout)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def outputs(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
+    """What it writes to its end; one that has not ended in time says where it stands."""
+    patience = Patience(timeout)
+    while True:
+        try:
+            return process.communicate(timeout=1)
+        except subprocess.TimeoutExpired:
+            if patience.over:
+                started = psutil.Process(process.pid)
+                write_stacks([*started.children(recursive=True), started])
+                show(process.communicate()[1])
+                raise
 
 
 def fork_benchmark(script: str, *argv: str | Path, timeout: float = 120, env: dict[str, str] | None = None) -> Result:

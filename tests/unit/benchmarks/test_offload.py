@@ -161,8 +161,11 @@ def test_verdicts(rows: list[dict[str, Any]]) -> None:
         row["seconds"] = [times.get(row["method"], 0.1) * drift for drift in (1.0, 1.5, 0.7)]
         if "predicted_s" in row:
             row["predicted_s"] = 1.05 * times.get(row["method"], 0.1)
+        if row["method"] == "auto":
+            row["plans"] = {"chunked": 3, "stream": 1}
     found = summarise(some, exact_type=True)
     assert found["auto_over_best"] == pytest.approx(1.2)
+    assert list(found["auto_took_best_by_case"].values()) == [0.75]
     assert found["same_twice_by_case"] == {}
     # The best of fewer choices is no better than the best of all: a case without some of them counts, too.
     fewer = [row for row in some if row["method"] != "chunked"]

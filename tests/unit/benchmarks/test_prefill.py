@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.unit.benchmarks.running import BENCHMARKS, fork_benchmark, run_benchmark, tiny
+from tests.patience import Patience, alive_after
+from tests.unit.benchmarks.running import BENCHMARKS, fork_benchmark, outputs, run_benchmark, tiny
 
 SCRIPT = BENCHMARKS / "prefill.py"
 TINY = tiny()
@@ -89,20 +90,19 @@ def test_tiny_run_of_all_methods(run: Callable[..., Any], tmp_path: Path) -> Non
 
 def test_end_by_sigterm_leaves_no_rank(tmp_path: Path) -> None:
     process = start("--ranks", "2", "--context", "256", "--repeats", "100000", "--methods", "single", *TINY)
-    deadline = time.monotonic() + 60
-    while len(ranks := ranks_of(process)) < 2 and time.monotonic() < deadline:
+    patience = Patience(60)
+    while len(ranks := ranks_of(process)) < 2 and not patience.over:
         time.sleep(0.1)
     assert len(ranks) == 2
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=20)
+    outputs(process, 20)
     assert process.returncode == 128 + signal.SIGTERM
-    gone, alive = psutil.wait_procs(ranks, timeout=5)
-    assert alive == []
+    assert alive_after(5, ranks) == []
 
 
 def test_run_beyond_its_time_is_ended() -> None:
     process = start("--ranks", "1", "--timeout", "2", *TINY)
-    _, err = process.communicate(timeout=30)
+    _, err = outputs(process, 30)
     assert process.returncode == 124 and "--timeout 2 s" in err
 
 
@@ -117,5 +117,5 @@ def test_run_beyond_its_time_is_ended() -> None:
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
     process = start(*argv, *TINY)
-    _, err = process.communicate(timeout=10)
+    _, err = outputs(process, 10)
     assert process.returncode == 2 and named in err

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -201,10 +200,10 @@ def test_the_largest_model_on_128() -> None:
     assert "not exact: --allow-lossy admits it" in {rejection.why for rejection in exact.rejected}
 
 
-def test_sixteen_thousand_accelerators_take_seconds() -> None:
-    begun = time.process_time()
+def test_sixteen_thousand_accelerators_take_few_predictions() -> None:
     found = plan(large(), context=1_000_000, gpus=16384)
-    assert time.process_time() - begun < 10
+    # 32 of 1,024 accelerators.
+    assert found.evaluated <= 70
     assert found.choices[0].ttft_s < 15 and found.choices[0].mesh.ranks <= 16384
 
 

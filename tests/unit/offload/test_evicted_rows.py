@@ -65,6 +65,7 @@ def test_no_row_is_corrupt(
             check_rows(cache, known, BUDGET + INTERVAL)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("alone", "fixed_costs")
 @pytest.mark.parametrize("method", ["h2o", "ada_snapkv", "streaming_llm"])
 @pytest.mark.parametrize("piece", [1, 7, 100])

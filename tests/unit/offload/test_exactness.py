@@ -124,6 +124,7 @@ def test_every_method_gives_the_plain_tokens(
     assert all(on_host) if method == AUTO or METHODS[method].attends_on_host else not any(on_host)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("groups", [1, 2])

@@ -4,6 +4,7 @@ import json
 import random
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, WeightTim
 from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
-from megakv.offload.link import Traffic
+from megakv.offload.link import Direction, EmulatedLink, Move, Traffic, Transfer
 from megakv.offload.method import Plan, Split
 from megakv.offload.profile import Profiler
 from megakv.offload.record import StepRecord
@@ -93,7 +94,23 @@ def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
     assert offloader.steps[0].split.recomputed == 0 and offloader.costs.measured.recompute_s == pytest.approx(1.0)
 
 
-def test_a_profile_of_megakv_profile_is_added_to_and_stays_one(offloaded: Any, tmp_path: Path) -> None:
+def test_a_profile_of_megakv_profile_is_added_to_and_stays_one(
+    offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With times of the link as its bytes would have on a machine that does nothing else."""
+    sent, start = [0], EmulatedLink.start
+
+    def counted(link: EmulatedLink, direction: Direction, moves: Sequence[Move]) -> Transfer:
+        sent[0] += sum(move.nbytes for move in moves)
+        return start(link, direction, moves)
+
+    def timed(call: Callable[[], object]) -> float:
+        before = sent[0]
+        call()
+        return (sent[0] - before or 1) / (LINK_GB_S * 1e9)
+
+    monkeypatch.setattr(EmulatedLink, "start", counted)
+    monkeypatch.setattr("megakv.offload.profile.timed", timed)
     path = tmp_path / "profile.json"
     here = Fingerprint.of_this_process(hosts=1, ranks=4, dtype=torch.float32)
     before = ideal(fingerprint=here, memory_bytes=1 << 30)
@@ -101,7 +118,7 @@ def test_a_profile_of_megakv_profile_is_added_to_and_stays_one(offloaded: Any, t
     offloader_after(offloaded, profile=str(path))
     after = load_profile(path)
     assert after.host_link is not None and after.recompute_flops is not None
-    assert after.host_link.bandwidth == pytest.approx(LINK_GB_S * 1e9, rel=0.5)
+    assert after.host_link.bandwidth == pytest.approx(LINK_GB_S * 1e9)
     # What it had is the same, and so it is one profile to ranks of other hosts, whose links differ.
     assert after.digest() == before.digest() and after.attention == before.attention
     assert after.fingerprint.ranks == 4 and after.memory_bytes == 1 << 30

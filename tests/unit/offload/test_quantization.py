@@ -65,6 +65,7 @@ def test_what_was_rounded_once_stays_as_it_is(dtype: torch.dtype, bits: int) -> 
         assert torch.equal((levels * step + low).float().to(dtype), back)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_kernel_reads_quantised_rows(bits: int, threads: int) -> None:
@@ -105,6 +106,7 @@ def test_groups_divide_heads() -> None:
     ]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("method", ["stream", "chunked"])
 @pytest.mark.parametrize("groups", [1, 3])
@@ -144,7 +146,7 @@ def test_attention_sees_rows_within_half_a_step(
     assert wanted.isfinite().all()
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma2", "mistral"])

@@ -43,6 +43,7 @@ def check_last(cache: Any, prompt: int, tokens: int) -> None:
             torch.testing.assert_close(rows.rows, whole[rows.first : rows.end], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("method", ["kvpr", "cpu_rank", "auto"])
 def test_prompts_in_pieces_and_later_turns(method: str, offloaded: Callable[..., Any]) -> None:

@@ -1,4 +1,4 @@
-"""A thousand steps over concurrent transfers: at every step and layer, what attention sees is what was computed."""
+"""Hundreds of steps over concurrent transfers: at every step and layer, what attention sees is what was computed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,6 @@ from megakv.offload.store import TieredStore
 from tests.families import CONFIGS
 from tests.unit.offload.test_exactness import plain_model
 
-STEPS = 1000
 LINK_GB_S = 1.0
 
 
@@ -77,21 +76,24 @@ class Shadow:
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["stream", pytest.param("auto", marks=pytest.mark.full)])
-def test_no_row_is_corrupted_in_a_thousand_steps(
-    method: str, offloaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+@pytest.mark.parametrize(
+    ("method", "count"),
+    [("stream", 300), *(pytest.param(method, 1000, marks=pytest.mark.full) for method in ("stream", "auto"))],
+)
+def test_no_row_is_corrupted(
+    method: str, count: int, offloaded: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     model = plain_model("opt")
     # Both tiers, and a link that computation waits for.
-    tiers = {"host_gb": 0.001, "disk_gb": 0.02, "disk_path": str(tmp_path)}
+    tiers = {"host_gb": 1e-6 * count, "disk_gb": 0.02, "disk_path": str(tmp_path)}
     engine = offloaded(model, method=method, emulated_link_gb_s=LINK_GB_S, **tiers)
     shadow = Shadow(monkeypatch)
     ids = torch.randint(3, 190, (2, 5), generator=torch.Generator().manual_seed(1))
-    engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=STEPS + 1, do_sample=False)
+    engine.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count + 1, do_sample=False)
     steps = engine._offloader.steps
-    assert len(steps) == STEPS and all(step.waited_s > 0 for step in steps)
+    assert len(steps) == count and all(step.waited_s > 0 for step in steps)
     # What is sent comes back bit by bit; what is recomputed is rounded otherwise.
-    shadow.check(2 * 2 * (STEPS + 1), tolerance=0.0 if method == "stream" else 1e-4)
+    shadow.check(2 * 2 * (count + 1), tolerance=0.0 if method == "stream" else 1e-4)
     assert all(used > 0 for used in engine._offloader.pool.used().values())
 
 

@@ -192,6 +192,7 @@ def test_the_process_is_no_larger_than_the_window(alone: None) -> None:
     engine.destroy()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("offload", [None, {}, {"host_gb": 0.0002, "disk_gb": 0.01}], ids=["device", "host", "disk"])
 def test_memory_is_that_of_the_window(offload: Any, offloaded: Callable[..., Any], tmp_path: Any, alone: None) -> None:
     """However long the prompt and the answer; and what was left behind is read anew where a cut brings it back."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,29 +69,29 @@ class SimulatedChain:
 
     def seconds(self, partitions: NDArray[np.int64]) -> NDArray[np.float64]:
         """``[n]`` TTFT of the partitions ``[n, N]``."""
-        parts = partitions.astype(np.float64)
-        prefix = np.cumsum(parts, axis=1) - parts
-        count, size = parts.shape
-        end = np.zeros((count, size))
-        free = np.zeros((count, size))
+        return np.asarray(self._seconds(list(partitions.astype(np.float64).T), np.maximum))
+
+    def _seconds(self, parts: Sequence[Any], later: Callable[[Any, Any], Any]) -> Any:
+        """TTFT, from the tokens of each rank: numbers, or arrays of many partitions'."""
+        prefixes = [0.0, *itertools.accumulate(parts[:-1])]
+        end, free = [0.0 * own for own in parts], [0.0 * own for own in parts]
         for _ in range(self.layers):
-            arrival = np.zeros(count)
-            for rank in range(size):
-                own, before = parts[:, rank], prefix[:, rank]
-                ready = end[:, rank] + self.before * own
+            arrival = 0.0
+            for rank, (own, before) in enumerate(zip(parts, prefixes, strict=True)):
+                ready = end[rank] + self.before * own
                 local = ready + self.pair * own * own / 2
-                seen = np.maximum(local, arrival) if rank else local
-                end[:, rank] = seen + (self.pair * own + self.receive) * before + self.after * own
+                seen = later(local, arrival) if rank else local
+                end[rank] = seen + (self.pair * own + self.receive) * before + self.after * own
                 # Its own part first, then what it has received.
-                sent = np.maximum(free[:, rank], ready) + self.message + self.carry * own
+                sent = later(free[rank], ready) + self.message + self.carry * own
                 if rank:
-                    sent = np.maximum(sent, arrival) + self.message + self.carry * before
-                free[:, rank] = arrival = sent
-        return end.max(axis=1)
+                    sent = later(sent, arrival) + self.message + self.carry * before
+                free[rank] = arrival = sent
+        return functools.reduce(later, end)
 
     def evaluator(self, noise: float = 0.0, rng: random.Random | None = None) -> Counter:
         """What a search calls; with noise every measurement takes longer by some random part."""
-        return Counter(lambda partition: float(self.seconds(np.array([partition]))[0]), noise, rng)
+        return Counter(lambda partition: self._seconds(list(map(float, partition)), max), noise, rng)
 
 
 class Counter:

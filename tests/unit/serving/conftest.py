@@ -1,9 +1,11 @@
 """A server over a real loop and a real engine, of one rank, in this process."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -19,6 +21,7 @@ from megakv.serving.http.settings import HttpSettings
 from megakv.serving.loop import ServingLoop
 from megakv.serving.settings import ServingSettings
 from tests.distributed.models import save_model
+from tests.patience import Patience
 from tests.unit.serving.tokenizers import byte_level
 
 NAME = "tiny"
@@ -109,19 +112,27 @@ def budget(tmp_path: Path) -> Iterator[str]:
 
 
 class running:  # noqa: N801
-    """A server in a ``with``; gives its address."""
+    """A server in a ``with``; gives its address, `url`, where connections wait for it until then."""
 
     def __init__(self, loop: tuple[ServingLoop, ServedModel], settings: HttpSettings):
         self._listener = listening_socket(settings)
         self._server = HttpServer(*loop, settings, self._listener)
+        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
 
     def __enter__(self) -> str:
         self._server.start()
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        return self.url
 
     def __exit__(self, *ending: object) -> None:
         self._server.stop()
         self._listener.close()
+
+
+def wait_for(condition: Callable[[], Any]) -> None:
+    patience = Patience(MOST_S)
+    while not condition():
+        assert not patience.over
+        time.sleep(0.02)
 
 
 def check_error(answer: httpx.Response, *statuses: int) -> dict[str, str]:

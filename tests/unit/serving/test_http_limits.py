@@ -2,11 +2,10 @@
 
 import json
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +15,7 @@ from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import ApiKeys, HttpSettings
 from megakv.serving.loop import ServingLoop
 from megakv.serving.request import Request
-from tests.unit.serving.conftest import MOST_S, NAME, check_error, running
+from tests.unit.serving.conftest import MOST_S, NAME, check_error, running, wait_for
 
 KEYS = ["a-key-of-one-user-1", "a-key-of-another-2"]
 BODY_BYTES, CONNECTIONS, STALL_S = 4096, 8, 1.0
@@ -25,18 +24,17 @@ BODY = {"model": NAME, "messages": [{"role": "user", "content": "aa"}], "max_tok
 
 
 @pytest.fixture(scope="module")
-def url(loop: tuple[ServingLoop, ServedModel], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server with narrow limits."""
+def settings(tmp_path_factory: pytest.TempPathFactory) -> HttpSettings:
+    """Narrow limits, but of time: on a busy machine it passes between any two steps of a test."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text("# of the team\n" + "\n".join(KEYS) + "\n")
-    settings = HttpSettings(
-        NAME,
-        port=0,
-        keys=ApiKeys.read(str(file)),
-        max_body_bytes=BODY_BYTES,
-        max_connections=CONNECTIONS,
-        stall_s=STALL_S,
-    )
+    limits = {"max_body_bytes": BODY_BYTES, "max_connections": CONNECTIONS, "stall_s": MOST_S}
+    return HttpSettings(NAME, port=0, keys=ApiKeys.read(str(file)), **limits)
+
+
+@pytest.fixture(scope="module")
+def url(loop: tuple[ServingLoop, ServedModel], settings: HttpSettings) -> Iterator[str]:
+    """A server with narrow limits."""
     with running(loop, settings) as url:
         yield url
 
@@ -76,13 +74,6 @@ def read(connection: socket.socket) -> httpx.Response:
         body = body.partition(b"\r\n")[2].rpartition(b"\r\n0\r\n")[0]
         headers.pop("transfer-encoding")
     return httpx.Response(int(first.split()[1]), headers=headers, content=body)
-
-
-def wait_for(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + MOST_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -179,11 +170,12 @@ def test_what_is_no_http(content: bytes, url: str) -> None:
         check_error(read(connection), 400)
 
 
-def test_who_sends_nothing_more_is_left(url: str) -> None:
-    for sent in (b"", b"POST /v1", head("content-length: 100"), head("content-length: 100") + b'{"model"'):
-        with closing(connect(url)) as connection:
-            connection.sendall(sent)
-            check_error(read(connection), 408)
+def test_who_sends_nothing_more_is_left(loop: tuple[ServingLoop, ServedModel], settings: HttpSettings) -> None:
+    with running(loop, replace(settings, stall_s=STALL_S)) as url:
+        for sent in (b"", b"POST /v1", head("content-length: 100"), head("content-length: 100") + b'{"model"'):
+            with closing(connect(url)) as connection:
+                connection.sendall(sent)
+                check_error(read(connection), 408)
 
 
 def test_connections_are_bounded(url: str) -> None:
@@ -223,9 +215,10 @@ def test_who_reads_nothing_is_left_and_nobody_waits_for_him(
     options = {"max_tokens": 480, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}
     body = json.dumps({**BODY, **options}).encode()
     impatient = running(loop, HttpSettings(NAME, port=0, stall_s=STALL_S / 5))
-    with impatient as url, running(loop, HttpSettings(NAME, port=0)) as patient:
-        with closing(connect(url, receive=4096)) as slow:
-            slow.sendall(head(f"content-length: {len(body)}") + body)
+    with running(loop, HttpSettings(NAME, port=0)) as patient, closing(connect(impatient.url, receive=4096)) as slow:
+        # The request is there before a server that waits so shortly.
+        slow.sendall(head(f"content-length: {len(body)}") + body)
+        with impatient:
             wait_for(lambda: loop[0].stats().running)
             # Others are answered meanwhile.
             assert httpx.post(patient + CHAT, json=BODY, timeout=MOST_S).status_code == 200

@@ -69,6 +69,7 @@ def expected(engine: megakv.MegaKVEngine, prompt: Sequence[int]) -> list[int]:
     return tokens
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(("kib", "sequences"), [(320, 1), (1100, 8)])
 def test_a_prompt_of_many_has_room_in_a_small_pool(model: Path, kib: int, sequences: int) -> None:
     """Whether one after the other, where what has ended must make room, or all at a time."""

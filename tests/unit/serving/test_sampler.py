@@ -39,6 +39,7 @@ def drawn_sampling() -> Sampling:
     )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("attempt", range(4))
 def test_tokens_come_as_often_as_transformers_says(attempt: int) -> None:
     sampling, logits_V = drawn_sampling(), 3 * torch.randn(V)

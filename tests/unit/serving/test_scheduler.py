@@ -57,6 +57,7 @@ def test_streams_do_not_stall_while_a_long_prompt_is_read(most_mixed: float) -> 
     assert long.times[0] - long.submitted <= 1.1 * alone
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("most_mixed", [math.inf, 0, 64])
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_decoding_keeps_its_share(share: float, most_mixed: float) -> None:
