@@ -80,6 +80,7 @@ def failing_starts(work: Path) -> dict[str, Callable[[], Any]]:
         "tracking": lambda: start(str(good), config_of(tracking={"json_path": f"{nowhere}/report.json"})),
         "other weights": lambda: start(differing("model.layers.1.self_attn.v_proj.weight"), config_of()),
         "other norms": lambda: start(differing("model.layers.0.post_attention_layernorm.weight"), config_of(2)),
+        "other files": lambda: start(str(work / f"of-rank-{rank}"), config_of()),
         "other config": lambda: start(make_model(config=llama(rms_norm_eps=0.01 * (1 + rank))), config_of()),
         "other rotation": lambda: start(make_model(config=turning(100 * (1 + rank))), config_of(2)),
         "given module": lambda: start(make_model(config=rwkv()), config_of()),
@@ -180,6 +181,10 @@ def main() -> None:
         (work / "file").write_text("no folder")
         make_model(config=llama()).save_pretrained(good)
         make_model(config=llama()).save_pretrained(work / "broken")
+        for rank in range(2):
+            model = make_model(config=llama())
+            model.model.embed_tokens.weight.data[41, 7] += 0.01 * rank
+            model.save_pretrained(work / f"of-rank-{rank}")
         weights = work / "broken" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:20000])
     dist.barrier()
