@@ -10,12 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from xxhash import xxh3_128
 
 from megakv.distributed.comm import Communicator
 from megakv.distributed.mesh import refuse_difference
+from megakv.weights.quantised import is_known_class
 
 VERSION = 2
 """The way in which digests are made; another one finds nothing that was kept with this."""
@@ -25,6 +26,8 @@ ADAPTED = ("scaling", "_active_adapter", "_disable_adapters")
 """Attributes that decide, beside a module's tensors, what it computes: those of adapters (peft)."""
 CHANGING = ("dynamic", "longrope")
 """Kinds of rotary embeddings that rewrite their own tables with the length of the last input."""
+MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
 CHUNK = 16 << 20
 """Bytes that are brought to the processor at a time."""
 ADDRESS = re.compile(r" at 0x[0-9a-f]+")
@@ -61,17 +64,19 @@ def check_same_weights(contents: Mapping[str, str], comm: Communicator) -> str:
 def module_digests(model: PreTrainedModel) -> dict[str, str]:
     """Digests of a module's tensors by name, and what else it says of its results.
 
-    A module whose weights are no tensors that can be read is a ValueError.
+    A module whose weights cannot be read is a ValueError.
     """
-    tensors: dict[str, Any] = model.state_dict()
+    held: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     digests = {"class": type(model).__qualname__}
     for path, module in model.named_modules():
-        if not any(kind in str(getattr(module, "rope_type", "")) for kind in CHANGING):
-            for leaf in module._non_persistent_buffers_set:
-                tensors[f"{path}.{leaf}"] = module._buffers[leaf]
+        changing = any(kind in str(getattr(module, "rope_type", "")) for kind in CHANGING)
+        left_out = module._non_persistent_buffers_set if changing else ()
+        held |= {f"{path}.{leaf}": buffer for leaf, buffer in module._buffers.items() if leaf not in left_out}
+        if not is_known_class(module):
+            # Parts of a weight may lie in whatever it likes.
+            held[f"{path} ({type(module).__name__})"] = {k: v for k, v in vars(module).items() if k not in MODULE}
         settings = {name: vars(module)[name] for name in ADAPTED if name in vars(module)}
         digests |= {f"{path}.{name}": str(value) for name, value in settings.items() if _is_plain(value)}
-    held = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         return digests | dict(zip(held, pool.map(_digest, held, held.values()), strict=True))
 
@@ -80,12 +85,12 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, bool | int | float | str | list | dict)
 
 
-def _digest(name: str, tensor: Any) -> str:
+def _digest(name: str, holder: Any) -> str:
     hasher = xxh3_128()
-    for part in plain_parts(tensor, hasher.update):
+    for part in plain_parts(holder, hasher.update):
         if not isinstance(part, Tensor) or part.layout != torch.strided or part.is_quantized:
             raise ValueError(
-                f"the model given keeps {name} in a way that cannot be read ({type(part).__name__}): allowed: tensors "
+                f"the model given keeps {name} in a way that cannot be read ({type(part).__name__}): allowed: tensors, "
                 "and subclasses of Tensor with __tensor_flatten__, as torchao's"
             )
         hasher.update(f"{part.dtype} {list(part.shape)}".encode())
@@ -97,14 +102,31 @@ def _digest(name: str, tensor: Any) -> str:
     return hasher.hexdigest()
 
 
-def plain_parts(tensor: Any, tell: Callable[[bytes], object] = bytes) -> Iterator[Any]:
-    """The plain tensors of which one is made: itself, or those within a subclass, whose other contents it tells."""
-    if hasattr(tensor, "__tensor_flatten__"):
-        names, context = tensor.__tensor_flatten__()
-        tell(f"{type(tensor).__qualname__} {names} {ADDRESS.sub('', str(context))}".encode())
-        for name in names:
-            yield from plain_parts(getattr(tensor, name), tell)
-    elif isinstance(tensor, Tensor):
-        yield tensor.detach().as_subclass(Tensor)
+def plain_parts(
+    holder: Any, tell: Callable[[bytes], object] = bytes, seen: frozenset[int] = frozenset()
+) -> Iterator[Any]:
+    """The plain tensors that a tensor, or any other object, consists of; `tell` hears how they belong together.
+
+    Bitsandbytes' parameters carry theirs as attributes. What holds numbers and cannot be read comes as it is.
+    """
+    if id(holder) in within or isinstance(holder, nn.Module) or callable(holder):
+        return
+    parts: dict[Any, Any] = {}
+    if hasattr(holder, "__tensor_flatten__"):
+        names, context = holder.__tensor_flatten__()
+        tell(f"{type(holder).__qualname__} {ADDRESS.sub('', str(context))}".encode())
+        parts = {name: getattr(holder, name) for name in names}
+    elif isinstance(holder, Tensor):
+        yield holder.detach().as_subclass(Tensor)
+        parts = vars(holder)
+    elif isinstance(holder, torch.ScriptObject):
+        yield holder
+    elif isinstance(holder, dict):
+        parts = holder
+    elif isinstance(holder, list | tuple):
+        parts = dict(enumerate(holder))
     else:
-        yield tensor
+        parts = getattr(holder, "__dict__", {})
+    for name, part in parts.items():
+        tell(str(name).encode())
+        yield from plain_parts(part, tell, within | {id(holder)})

@@ -26,7 +26,7 @@ from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
-from megakv.weights.quantised import keep_quantised, quantised_by
+from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
 
@@ -86,7 +86,7 @@ def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     """The type of each parameter and persistent buffer: `dtype`, but what transformers keeps in float32 stays so."""
     in_float32 = "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype))
     types = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stored_tensors(model).items():
         kept = in_float32 and re.search(in_float32, name)
         types[name] = torch.float32 if kept else dtype if tensor.dtype == model.dtype else tensor.dtype
     return types

@@ -24,6 +24,21 @@ def is_plain(tensor: Tensor | None) -> bool:
     )
 
 
+def is_known_class(module: nn.Module) -> bool:
+    """Whether a module is of torch or of a model family of transformers, whose tensors are all in the open."""
+    return type(module).__module__.startswith(("torch.nn.modules.", "transformers."))
+
+
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by name: those of `state_dict`, which repacks bitsandbytes' for good."""
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None and leaf not in module._non_persistent_buffers_set:
+                found[f"{path}.{leaf}" if path else leaf] = buffer
+    return found
+
+
 def is_plain_linear(module: Any) -> bool:
     """Whether a module does no more than multiply with a plain weight, which then may be done in another way."""
     exact = type(module) in (nn.Linear, RowParallelLinear) and not _has_own_forward(module)
@@ -44,17 +59,12 @@ def quantised_by(model: PreTrainedModel) -> str | None:
 
 
 def _not_plain(model: PreTrainedModel) -> Iterator[str]:
-    for name, parameter in model.named_parameters():
-        if not is_plain(parameter):
-            yield f"{name} is a {type(parameter).__name__} of {parameter.dtype}"
-    persistent = model.state_dict()
-    for name, buffer in model.named_buffers():
-        if name in persistent and buffer.ndim > 1 and not is_plain(buffer):
-            yield f"{name} is a buffer of {buffer.dtype}"
+    for name, tensor in stored_tensors(model).items():
+        if not is_plain(tensor) and (isinstance(tensor, nn.Parameter) or tensor.ndim > 1):
+            yield f"{name} is a {type(tensor).__name__} of {tensor.dtype}"
     for name, module in model.named_modules():
-        kind = f"{type(module).__module__}.{type(module).__qualname__}"
-        if isinstance(module, nn.Linear) and not kind.startswith(("torch.nn.modules.", "transformers.models.")):
-            yield f"{name} is a {kind}"
+        if isinstance(module, nn.Linear) and not is_known_class(module):
+            yield f"{name} is a {type(module).__module__}.{type(module).__qualname__}"
         elif isinstance(module, nn.Linear) and _has_own_forward(module):
             yield f"{name} has a forward of its own"
 

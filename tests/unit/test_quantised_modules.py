@@ -20,16 +20,16 @@ RECOMPUTED = {"offload": {"enabled": True, "host_gb": 0.05, "page_kib": 8}}
 NAMES = {
     "subclass": "model.layers.0.self_attn.q_proj.weight is a Scaled of torch.float32",
     "state": "model.layers.0.self_attn.q_proj.weight is a StateParameter of torch.int8",
-    "packed": "model.layers.0.self_attn.q_proj.qweight is a buffer of torch.int32",
+    "packed": "model.layers.0.self_attn.q_proj.qweight is a Tensor of torch.int32",
     "byte": "model.layers.0.self_attn.q_proj.weight is a Parameter of torch.float8_e4m3fn",
     "unpacked": "model.layers.0.self_attn.q_proj.weight_packed is a Parameter of torch.int32",
 }
 
 
-def make(way: str) -> PreTrainedModel:
+def make(way: str, config: Any = None) -> PreTrainedModel:
     """A small model, wide enough for the kernels that plain linears get."""
     torch.manual_seed(0)
-    config = llama(hidden_size=256, intermediate_size=256, head_dim=32)
+    config = config or llama(hidden_size=256, intermediate_size=256, head_dim=32)
     return quantised(AutoModelForCausalLM.from_config(config, dtype=torch.float32), way)
 
 
@@ -58,6 +58,16 @@ def test_they_are_kept_as_they_are(way: str) -> None:
         changed.view(-1)[-1:].view(torch.uint8)[:1] ^= 1
     with megakv.init_inference(model, {}) as engine:
         assert engine.weights_digest != digests[0]
+
+
+@pytest.mark.usefixtures("alone")
+def test_latents_that_they_expand_themselves() -> None:
+    """What expands them is multiplied with by MegaKV where it is a plain linear alone."""
+    ids = torch.randint(3, 99, (1, 40))
+    with torch.no_grad():
+        expected = make("subclass", FAMILIES["deepseek_v3"]()).generate(ids, **GREEDY)
+    with megakv.init_inference(make("subclass", FAMILIES["deepseek_v3"]()), {}) as engine:
+        assert torch.equal(engine.generate(ids, **GREEDY), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -95,15 +105,13 @@ def test_fast_paths_take_plain_linears_alone() -> None:
     assert not is_plain_linear(plain) and not is_plain_linear(torch.nn.Bilinear(8, 8, 8))
 
 
-class Odd(torch.nn.Module):
-    """A module whose state is no tensor, as that of torch's own dynamic quantisation."""
-
-    def get_extra_state(self) -> tuple[str, int]:
-        return ("packed", 8)
-
-
 def test_weights_that_cannot_be_read_are_refused() -> None:
+    """Such as those of torch's own dynamic quantisation."""
     model = make("packed")
-    model.model.odd = Odd()
-    with pytest.raises(ValueError, match="keeps model.odd._extra_state in a way that cannot be read .tuple.: allowed"):
+    model.model.layers[1].mlp.up_proj.packed = torch.ops.quantized.linear_prepack(
+        torch.quantize_per_tensor(torch.ones(4, 4), 0.1, 0, torch.qint8), None
+    )
+    with pytest.raises(
+        ValueError, match="keeps model.layers.1.mlp.up_proj .PackedLinear. in a way that cannot be read"
+    ):
         build_model(model, dtype=None, all_reduce=lambda tensor: tensor)
