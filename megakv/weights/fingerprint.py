@@ -103,7 +103,7 @@ def _digest(name: str, holder: Any) -> str:
 
 
 def plain_parts(
-    holder: Any, tell: Callable[[bytes], object] = bytes, seen: frozenset[int] = frozenset()
+    holder: Any, tell: Callable[[bytes], object] = bytes, within: frozenset[int] = frozenset()
 ) -> Iterator[Any]:
     """The plain tensors that a tensor, or any other object, consists of; `tell` hears how they belong together.
 
