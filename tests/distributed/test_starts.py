@@ -20,7 +20,7 @@ MESSAGES = {
     "other weights": "the model's model.layers.1.self_attn.v_proj.weight on rank 1 is another than on rank 0: give",
     "other norms": "the model's model.layers.0.post_attention_layernorm.weight on rank 1 is another than on rank 0",
     "other files": "the model's model.safetensors on rank 1 is another than on rank 0: give every rank the same",
-    "quantised": "tensor_parallel.tp_size = 2 is not supported for the model given, whose weights are quantised .model.lay",
+    "quantised": "tensor_parallel.tp_size = 2 is not supported for the model given, whose weights are quantised",
     "other config": "the model's config.rms_norm_eps is 0.01 on rank 0 but 0.02 on rank 1: give every rank the same",
     "other rotation": "rope_parameters.rope_theta is 100 on rank 0 but 200 on rank 1",
     "given module": "rwkv|Rwkv",
