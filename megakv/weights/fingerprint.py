@@ -98,7 +98,7 @@ def _digest(name: str, holder: Any) -> str:
         flat = part.contiguous().as_strided((part.numel(),), (1,))
         step = max(1, CHUNK // flat.itemsize)
         for start in range(0, len(flat), step):
-            hasher.update(flat[start : start + step].view(torch.uint8).cpu().numpy())
+            hasher.update(flat[start : start + step].view(torch.uint8).cpu().numpy().data)
     return hasher.hexdigest()
 
 

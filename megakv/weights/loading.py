@@ -127,9 +127,8 @@ def build_model(
         model = model_or_path
         check_support(type(model), model.config)
         if (how := quantised_by(model)) is not None:
-            away = offload is not None and bool(offload.weights)
-            fp8 = feed_forward == "fp8"
-            keep_quantised(model, how, dtype=dtype, tp_size=tp_size, fp8=fp8, offloaded=away, device=device)
+            settings = {"fp8": feed_forward == "fp8", "offloaded": offload is not None and bool(offload.weights)}
+            keep_quantised(model, how, dtype=dtype, tp_size=tp_size, device=device, **settings)
         dtype = dtype or model.dtype
     else:
         directory = local_directory(model_or_path, weights=load == "checkpoint")
@@ -215,7 +214,7 @@ def _materialise(
             else:
                 part = local(stored, empty.shape, rooms[0])
                 filled = part if isinstance(part, nn.Parameter) else nn.Parameter(part, requires_grad=False)
-                filled.requires_grad_(requires_grad=False)
+                filled.requires_grad = False
                 for name in tied:
                     module, leaf = get_module_from_name(model, name)
                     setattr(module, leaf, filled)

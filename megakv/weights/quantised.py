@@ -17,7 +17,8 @@ PLAIN = (Tensor, nn.Parameter)
 def is_plain(tensor: Tensor | None) -> bool:
     """Whether a weight is a dense tensor of numbers that can be cut and multiplied with: no subclass, no 8-bit type."""
     return (
-        type(tensor) in PLAIN
+        isinstance(tensor, Tensor)
+        and type(tensor) in PLAIN
         and tensor.layout == torch.strided
         and tensor.dtype.is_floating_point
         and tensor.dtype.itemsize > 1
@@ -26,7 +27,7 @@ def is_plain(tensor: Tensor | None) -> bool:
 
 def is_known_class(module: nn.Module) -> bool:
     """Whether a module is of torch or of a model family of transformers, whose tensors are all in the open."""
-    return type(module).__module__.startswith(("torch.nn.modules.", "transformers."))
+    return type(module).__module__.startswith(("torch.nn.modules.", "transformers.models."))
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -96,6 +97,6 @@ def keep_quantised(
                 "are: leave it out, and share the work by megakv.context_parallel.size; or load it unquantised"
             )
     if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
-        model.to(device)  # type: ignore[arg-type]
+        model.to(device)
     model.eval()
     model(torch.zeros(1, 1, dtype=torch.int64, device=device))
