@@ -43,6 +43,8 @@ from megakv.offload.cuda_link import clock_of
 from megakv.offload.schedule import accelerator_room, weights_by_objective
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
+from megakv.weights.file_digests import FileDigests
+from megakv.weights.files import weight_files
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.loading import LoadedModel, build_model
 from megakv.weights.placement import HeadMap, head_counts, tensor_parallel_sizes
@@ -93,6 +95,10 @@ def init_inference(
             mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
         comm = owned.enter_context(Communicator(mesh, Ledger(clock=clock_of(mesh.device))))
         return _make_engine(model, parsed, comm, owned)
+
+
+def _place(model: str | Path | nn.Module, *, weights: bool) -> Path | nn.Module:
+    return local_directory(model, weights=weights) if isinstance(model, str | Path) else model
 
 
 def _config_of(model: str | Path | nn.Module) -> Any:
@@ -165,12 +171,17 @@ def _make_engine(
         away, placed = agreement.decide(lambda: _weights_away(model, parsed, mesh.device))
         offload = offload.model_copy(update={"weights": away})
 
+    place = agreement.together(lambda: _place(model, weights=section.load == "checkpoint"))
+    stored = weight_files(place) if isinstance(place, Path) and section.load == "checkpoint" else {}
+    files = FileDigests(stored, agreement)
+    owned.callback(files.close)
+
     def load() -> LoadedModel:
         if isinstance(model, PreTrainedModel):
             check_unused(model)
             owned.enter_context(own_config(model))
         loaded = build_model(
-            model,
+            place,
             dtype=parsed.dtype,
             load=section.load,
             feed_forward=section.feed_forward,
@@ -187,7 +198,8 @@ def _make_engine(
             owned.callback(loaded.layer_weights.close)
         return loaded
 
-    loaded = replace(agreement.together(load), layers_placed=placed)
+    loaded = agreement.together(load)
+    loaded = replace(loaded, contents=loaded.contents | files.gather(), layers_placed=placed)
     if mapping is not None and section.load != "random":
         check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)

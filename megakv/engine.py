@@ -82,7 +82,7 @@ class MegaKVEngine(InferenceEngine):
         self.mesh, self.mp_group = comm.mesh, comm.mesh.group("tp")
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
-        self.weights_digest = check_same_weights(loaded, comm)
+        self.weights_digest = check_same_weights(loaded.contents, comm)
         self.heads_here = HeadsHere(heads_of(loaded.head_map), comm.mesh.tp_rank, runtime.replicas)
         owned.callback(detach, model)
         layers = attach(model, runtime.attend)

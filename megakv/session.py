@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import ExitStack, closing
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,7 +25,6 @@ from megakv.session_files import (
     SessionMeta,
     check_meta,
     fingerprint,
-    first_fingerprint,
     read_cache,
     read_meta,
     read_tokens,
@@ -178,13 +177,10 @@ class Session:
         """Continue a saved session on top of an empty cache; see `MegaKVEngine.restore_session`."""
         session, device = cls(engine, cache), engine.mesh.device
         # Another job may save to the folder meanwhile.
-        meta = engine.agreement.decide(lambda: read_meta(folder, engine.module.config))
+        meta = engine.agreement.decide(lambda: read_meta(folder))
 
         def read() -> None:
-            expected = session._meta(engine)
-            if meta.format == 1:
-                expected = replace(expected, model=first_fingerprint(engine.module), weights=None)
-            check_meta(meta, folder, expected)
+            check_meta(meta, folder, session._meta(engine))
             # Copies, for what was read is mapped from files that may go.
             ids, mask = (tokens.to(device, copy=True) for tokens in read_tokens(folder, meta))
             vocabulary = engine.module.config.get_text_config().vocab_size

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.saved import SavedLayer, SavedTokens
@@ -27,11 +27,10 @@ from megakv.injection.interface import keeps_latents
 from megakv.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
 from megakv.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
 from megakv.weights.fingerprint import settings_of
-from megakv.weights.placement import HeadMap, contiguous_head_map, head_counts
+from megakv.weights.placement import HeadMap
 
-FORMAT = 3
-"""The latest. In format 1 all sequences were compressed alike, and there was no subfolder; 2 was never released."""
-READ = (1, FORMAT)
+FORMAT = 4
+"""Earlier ones know their model's weights by samples alone."""
 
 
 @dataclass(frozen=True)
@@ -50,36 +49,30 @@ class SessionMeta:
     """Slots whose keys and values are stored; 0 where the next turn reads all tokens."""
     dtype: str
     """Of keys and values."""
-    compressed: list[list[list[int]]] = field(default_factory=list)
+    compressed: list[list[list[int]]]
     """By sequence, ranges of slots that were compressed: each head has kept some of their tokens."""
-    heads: list[list[list[int]]] = field(default_factory=list)
-    """By layer and tensor-parallel rank, its KV heads in the order of its tensors; empty in format 1."""
+    heads: list[list[list[int]]]
+    """By layer and tensor-parallel rank, its KV heads in the order of its tensors."""
+    weights: str = ""
+    """Digest of its weights."""
     divided: bool = False
     """Whether ranks that hold the same head have divided its tokens."""
     copies: str = "tokens"
     """Whether they have done so sequence by sequence, or have divided the batch."""
-    weights: str | None = None
-    """Digest of its weights; None in format 1."""
     gone: list[int] = field(default_factory=list)
     """By layer, the slot before which its window has left everything behind; empty where nothing was."""
     reach: int = 0
     """Slots that the cache must keep at least, or lose all, for that reason."""
     data: str = ""
-    """Subfolder of everything else; empty in format 1, which had none."""
+    """Subfolder of everything else."""
 
 
-def fingerprint(model: PreTrainedModel, weights: bytes = b"") -> str:
-    """A hash of the model's config, of what is cached of a token, and of some weights."""
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the model's config, and of what is cached of a token."""
     config = json.dumps(settings_of(model.config), sort_keys=True, default=str)
     # Earlier versions kept all heads' keys and values of such a model.
     form = b"latents" if any(map(keeps_latents, model.modules())) else b""
-    return hashlib.sha256(config.encode() + form + weights).hexdigest()
-
-
-def first_fingerprint(model: PreTrainedModel) -> str:
-    """What format 1 has for both the config and the weights: of them, the first rows of the embeddings."""
-    rows = model.get_input_embeddings().weight[:64].detach().float().cpu().contiguous()
-    return fingerprint(model, rows.numpy().tobytes())
+    return hashlib.sha256(config.encode() + form).hexdigest()
 
 
 def write_shard(folder: Path, cache: ShardedCache, tp_rank: int, batch: int) -> None:
@@ -115,18 +108,15 @@ def _write(path: Path, tensors: dict[str, StreamedTensor]) -> None:
         raise unwritable(path.parent.parent, error) from error
 
 
-def read_meta(folder: Path, config: PreTrainedConfig) -> SessionMeta:
-    """Read and check `session.json`; the config is that of the model which is to go on."""
+def read_meta(folder: Path) -> SessionMeta:
+    """Read and check `session.json`."""
     path, values = folder / META_FILE, read_values(folder)
-    if values["format"] not in READ:
-        raise MegaKVError(f"{path} has format {values['format']!r}; this version reads formats {READ[0]} and {FORMAT}")
+    if values["format"] != FORMAT:
+        raise MegaKVError(
+            f"{path} has format {values['format']!r}, this version reads format {FORMAT}: begin the conversation anew, "
+            "or go on with the version of MegaKV that saved it"
+        )
     try:
-        if values["format"] == 1:
-            values["compressed"] = [values.get("compressed", [])] * values["batch"]
-            if values.pop("placement", None) is not None:
-                raise MegaKVError(
-                    f"{path} has format 1 and a mapping's placement of KV heads, which is not read any more"
-                )
         meta = SessionMeta(**values)
     except (KeyError, TypeError, MemoryError, OverflowError) as error:
         raise MegaKVError(f"{path} is broken: {error}") from error
@@ -138,9 +128,6 @@ def read_meta(folder: Path, config: PreTrainedConfig) -> SessionMeta:
         raise MegaKVError(f"{path} is broken: gone and reach must be numbers of slots up to length")
     if len(meta.compressed) != meta.batch or not all(_ascending(ranges, meta.length) for ranges in meta.compressed):
         raise MegaKVError(f"{path} is broken: compressed must be ascending ranges of slots below length")
-    if meta.format == 1:
-        # In runs.
-        meta = replace(meta, heads=heads_of(contiguous_head_map(*head_counts(config), meta.tp)))
     if not _placed(meta):
         raise MegaKVError(f"{path} is broken: heads must be KV heads of {meta.layers} layers on {meta.tp} ranks")
     return meta
@@ -192,8 +179,8 @@ def check_meta(meta: SessionMeta, folder: Path, expected: SessionMeta) -> None:
         )
     if meta.weights != expected.weights:
         raise MegaKVError(
-            f"{folder} was saved with another model of the same config (its weights differ); load it with that one, "
-            "and with the same megakv.feed_forward"
+            f"{folder} was saved with another model of the same config (its weights differ); load it with that one, in "
+            "the same way (its folder or a module), and with the same dtype and megakv.feed_forward"
         )
 
 

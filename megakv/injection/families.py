@@ -199,7 +199,7 @@ def _split_groups(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, T
     BLOOM's ``[H, 3, D]`` and multi-query Falcon's ``[H + 2, D]`` are special cases. K follows from the width.
     """
     fused_BSW, head_dim = module.query_key_value(hidden_states), module.head_dim
-    heads, width = module.dense.weight.shape[1] // head_dim, fused_BSW.shape[-1]
+    heads, width = module.dense.in_features // head_dim, fused_BSW.shape[-1]
     kv_heads = (width // head_dim - heads) // 2
     assert kv_heads > 0 and heads % kv_heads == 0 and (heads + 2 * kv_heads) * head_dim == width
     grouped = fused_BSW.unflatten(-1, (kv_heads, heads // kv_heads + 2, head_dim))

@@ -21,6 +21,7 @@ from megakv.attention.linear import FEW_ROWS as KERNEL_ROWS
 from megakv.attention.linear import load_linear, times_as_fast
 from megakv.attention.prefill import load_prefill
 from megakv.weights.placement.plan import decoder_layers
+from megakv.weights.quantised import is_plain_linear
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 FEW_ROWS = 64
@@ -156,9 +157,8 @@ class FewRowsLinears:
         self.forwards: list[FewRowsForward] = []
         head = model.get_output_embeddings()
         for module in (*(inner for layer in layers_of(model) for inner in layer.modules()), head):
-            # Subclasses compute something else; what was replaced for a module alone is somebody else's.
-            own = type(module) in (nn.Linear, RowParallelLinear) and "forward" not in vars(module)
-            if own and module.weight.numel() >= LEAST_WEIGHT:
+            # What is anything else may compute something else.
+            if is_plain_linear(module) and module.weight.numel() >= LEAST_WEIGHT:
                 forward = FewRowsForward(module, products)
                 module.forward = forward
                 self.forwards.append(forward)

@@ -23,6 +23,7 @@ from megakv.injection.interface import (
     latent_rows,
 )
 from megakv.injection.policy import policy_for
+from megakv.weights.quantised import is_plain_linear
 
 SPENT_ATTRIBUTE = "megakv_spent"
 """On a model of which no other engine, nor anybody else, can make use: the setting that changed its weights."""
@@ -78,7 +79,8 @@ def attach(model: PreTrainedModel, attend: Attend) -> int:
     modules = attention_modules(model)
     for module in modules:
         setattr(module, ATTEND_ATTRIBUTE, attend)
-        if hasattr(module, EXPANSION):
+        # Quantised ones expand theirs as they do.
+        if hasattr(module, EXPANSION) and is_plain_linear(module.kv_b_proj):
             setattr(module, EXPANSION, latent_rows)
     return max((module.layer_idx + 1 for module in modules), default=0)
 

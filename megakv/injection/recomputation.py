@@ -190,12 +190,12 @@ class Recomputation:
     def _stopping(self, module: nn.Module) -> Any:
         attend = getattr(module, ATTEND_ATTRIBUTE)
         queries: Any = module._modules.get(QUERY_PROJECTION)
-        queries = queries if hasattr(queries, "weight") else None
+        queries = queries if hasattr(queries, "out_features") else None
         step = self._current()
         step.recomputing = True
         setattr(module, ATTEND_ATTRIBUTE, _stop)
         if queries is not None:
-            module._modules[QUERY_PROJECTION] = _NoQueries(queries.weight.shape[0])
+            module._modules[QUERY_PROJECTION] = _NoQueries(queries.out_features)
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megakv.weights.placement.slices import Ranges
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # Pages of a mapped file count as this process's memory until the file is closed.
 MAPPED_BYTES = 64 << 20
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -24,6 +26,15 @@ ADVICE = (
     "convert it once with a trusted machine's `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which "
     "writes safetensors"
 )
+
+
+def weight_files(directory: Path) -> dict[str, Path]:
+    """The files that decide a checkpoint's weights, by name; none where `StoredTensors` says what is wrong with it."""
+    with suppress(MegaKVError):
+        found = _weight_map(directory)
+        names = [SINGLE] if found is None else [INDEX, *sorted(set(found.values()))]
+        return {name: directory / name for name in (*names, *ADAPTER) if (directory / name).is_file()}
+    return {}
 
 
 def _weight_map(directory: Path) -> dict[str, str] | None:

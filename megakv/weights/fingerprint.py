@@ -1,32 +1,36 @@
-"""Configs and digests of weights, to tell models apart: cheap, for no more than samples of each tensor are read."""
+"""Configs and digests of weights, to tell models apart: all bytes count."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from xxhash import xxh3_128
 
 from megakv.distributed.comm import Communicator
 from megakv.distributed.mesh import refuse_difference
-from megakv.weights.loading import LoadedModel
-from megakv.weights.placement import WHOLE
+from megakv.weights.quantised import is_known_class
 
-SAMPLES = 1024
-"""Elements read of each tensor; all of a smaller one."""
-FEW = 16
-"""Elements of each tensor that the digest of the whole model has."""
-STRIDE = 2654435761
-"""Between samples, around the end of the tensor. It is prime, so that none is read twice, and no column is left out."""
+VERSION = 2
+"""The way in which digests are made; another one finds nothing that was kept with this."""
 VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures", "use_cache")
 """Keys of a config that do not count."""
-BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ADAPTED = ("scaling", "_active_adapter", "_disable_adapters")
+"""Attributes that decide, beside a module's tensors, what it computes: those of adapters (peft)."""
+CHANGING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that rewrite their own tables with the length of the last input."""
+MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module."""
+CHUNK = 16 << 20
+"""Bytes that are brought to the processor at a time."""
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 def settings_of(config: PreTrainedConfig) -> dict[str, Any]:
@@ -41,122 +45,88 @@ def check_same_config(model: PreTrainedModel, comm: Communicator) -> None:
     refuse_difference(comm.gather_objects(own), "config.json")
 
 
-def check_same_weights(loaded: LoadedModel, comm: Communicator) -> str:
+def check_same_weights(contents: Mapping[str, str], comm: Communicator) -> str:
     """Refuse ranks that were given different weights, whose results would be meaningless. Collective.
 
-    Context-parallel ranks of one tensor-parallel index must hold the same, and all ranks the same of what is not cut.
-    Returns a digest of the model's weights. It is the same on any mesh and with any placement of heads, unless some are
-    quantised, which each rank has done with its own part of them.
+    `contents` says by name what decides them (`LoadedModel.contents`). Returned is a digest of it all.
     """
-    size = comm.mesh.tp_size
-    tables, names = zip(*comm.gather_objects((_digests(loaded), _whole_names(loaded))), strict=True)
-    # A tensor may be whole on one rank and cut on another, which has fewer heads of it.
-    whole = set.intersection(*names)
-    for name in dict.fromkeys(name for table in tables for name in table):
-        step = 1 if name in whole else size
-        for first in range(step):
-            others = [n for n in range(first, len(tables), step) if tables[n].get(name) != tables[first].get(name)]
-            if others:
-                raise ValueError(
-                    f"the model's {name} on rank {', '.join(map(str, others))} is another than on rank {first}: give "
-                    "every rank the same checkpoint, or a module with the same weights"
-                )
-    digest = hashlib.sha256("".join(_digests_of_whole(loaded, comm)).encode())
-    for name in sorted(set.union(*map(set, tables[:size])) - _sampled(loaded).keys()):
-        digest.update("".join(table.get(name, "") for table in tables[: 1 if name in whole else size]).encode())
-    return digest.hexdigest()
+    first, *others = comm.gather_objects(dict(contents))
+    for name in dict.fromkeys(name for table in (first, *others) for name in table):
+        odd = [rank for rank, table in enumerate(others, start=1) if table.get(name) != first.get(name)]
+        if odd:
+            raise ValueError(
+                f"the model's {name} on rank {', '.join(map(str, odd))} is another than on rank 0: give every rank the "
+                "same checkpoint, or a module with the same weights"
+            )
+    return hashlib.sha256(json.dumps([VERSION, sorted(contents.items())]).encode()).hexdigest()
 
 
-def _sampled(loaded: LoadedModel) -> dict[str, _Part]:
-    """Parameters whose elements are the same on whatever rank they lie."""
-    tensors = loaded.module.state_dict()
-    return {
-        name: _Part(name, tensor, loaded)
-        for name, tensor in tensors.items()
-        if name in loaded.placement and tensor.dtype.itemsize > 1
-    }
+def module_digests(model: PreTrainedModel) -> dict[str, str]:
+    """Digests of a module's tensors by name, and what else it says of its results.
+
+    A module whose weights cannot be read is a ValueError.
+    """
+    held: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
+    digests = {"class": type(model).__qualname__}
+    for path, module in model.named_modules():
+        changing = any(kind in str(getattr(module, "rope_type", "")) for kind in CHANGING)
+        left_out = module._non_persistent_buffers_set if changing else ()
+        held |= {f"{path}.{leaf}": buffer for leaf, buffer in module._buffers.items() if leaf not in left_out}
+        if not is_known_class(module):
+            # Parts of a weight may lie in whatever it likes.
+            held[f"{path} ({type(module).__name__})"] = {k: v for k, v in vars(module).items() if k not in MODULE}
+        settings = {name: vars(module)[name] for name in ADAPTED if name in vars(module)}
+        digests |= {f"{path}.{name}": str(value) for name, value in settings.items() if _is_plain(value)}
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return digests | dict(zip(held, pool.map(_digest, held, held.values()), strict=True))
 
 
-def _digests_of_whole(loaded: LoadedModel, comm: Communicator) -> Iterator[str]:
-    """Samples at the same places of every whole parameter, wherever tensor parallelism has put them. Collective."""
-    size, parts = comm.mesh.tp_size, _sampled(loaded)
-    shapes = comm.gather_objects({name: part.least_shape for name, part in parts.items()})[:size]
-    whole = {name: np.max([shape[name] for shape in shapes], axis=0) for name in parts}
-    found = comm.gather_objects({name: part.samples(whole[name]) for name, part in parts.items()})[:size]
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | list | dict)
+
+
+def _digest(name: str, holder: Any) -> str:
+    hasher = xxh3_128()
+    for part in plain_parts(holder, hasher.update):
+        if not isinstance(part, Tensor) or part.layout != torch.strided or part.is_quantized:
+            raise ValueError(
+                f"the model given keeps {name} in a way that cannot be read ({type(part).__name__}): allowed: tensors, "
+                "and subclasses of Tensor with __tensor_flatten__, as torchao's"
+            )
+        hasher.update(f"{part.dtype} {list(part.shape)}".encode())
+        # Of one element any stride passes for contiguous.
+        flat = part.contiguous().as_strided((part.numel(),), (1,))
+        step = max(1, CHUNK // flat.itemsize)
+        for start in range(0, len(flat), step):
+            hasher.update(flat[start : start + step].view(torch.uint8).cpu().numpy().data)
+    return hasher.hexdigest()
+
+
+def plain_parts(
+    holder: Any, tell: Callable[[bytes], object] = bytes, within: frozenset[int] = frozenset()
+) -> Iterator[Any]:
+    """The plain tensors that a tensor, or any other object, consists of; `tell` hears how they belong together.
+
+    Bitsandbytes' parameters carry theirs as attributes. What holds numbers and cannot be read comes as it is.
+    """
+    if id(holder) in within or isinstance(holder, nn.Module) or callable(holder):
+        return
+    parts: dict[Any, Any] = {}
+    if hasattr(holder, "__tensor_flatten__"):
+        names, context = holder.__tensor_flatten__()
+        tell(f"{type(holder).__qualname__} {ADDRESS.sub('', str(context))}".encode())
+        parts = {name: getattr(holder, name) for name in names}
+    elif isinstance(holder, Tensor):
+        yield holder.detach().as_subclass(Tensor)
+        parts = vars(holder)
+    elif isinstance(holder, torch.ScriptObject):
+        yield holder
+    elif isinstance(holder, dict):
+        parts = holder
+    elif isinstance(holder, list | tuple):
+        parts = dict(enumerate(holder))
+    else:
+        parts = getattr(holder, "__dict__", {})
     for name, part in parts.items():
-        # Where several ranks hold an element, it is the same on all of them.
-        samples = zip(*(each[name] for each in found), strict=True)
-        bits = [next((value for value in held if value is not None), None) for held in samples]
-        yield f"{name} {part.tensor.dtype} {whole[name].tolist()} {bits}"
-
-
-class _Part:
-    """What a rank holds of a parameter or buffer, which may be a slice of the whole one."""
-
-    def __init__(self, name: str, tensor: Tensor, loaded: LoadedModel):
-        # Of weights that are offloaded the shape and the type alone.
-        self.tensor = torch.atleast_1d(tensor.detach())
-        self._values = partial(_values, name, tensor, loaded)
-        self._spec = loaded.placement[name]
-
-    @property
-    def least_shape(self) -> list[int]:
-        """Of the whole parameter, as far as it can be told from this part."""
-        shape, spec = list(self.tensor.shape), self._spec
-        if spec.ranges is not None:
-            shape[spec.dim] = max((stop for _, stop in spec.ranges), default=0)
-        return shape
-
-    def samples(self, whole: Sequence[int]) -> list[int | None]:
-        """Bits of a few elements of the whole parameter; None for those that are not here."""
-        spec = self._spec
-        count = int(np.prod(whole))
-        if spec.zero or not count:
-            return [None] * min(count, FEW)
-        places = np.unravel_index(np.arange(min(count, FEW)) * STRIDE % count, tuple(whole))
-        held = np.ones(len(places[0]), dtype=bool)
-        if spec.ranges is not None:
-            wanted, local, offset = places[spec.dim], np.full(len(held), -1), 0
-            for start, stop in spec.ranges:
-                inside = (wanted >= start) & (wanted < stop)
-                local[inside] = offset + wanted[inside] - start
-                offset += stop - start
-            held = local >= 0
-            places = (*places[: spec.dim], np.maximum(local, 0), *places[spec.dim + 1 :])
-        tensor = torch.atleast_1d(self._values())
-        found = tensor[tuple(torch.from_numpy(each[held]).to(tensor.device) for each in places)].reshape(-1)
-        bits = iter(found.contiguous().view(BITS[tensor.dtype.itemsize]).tolist())
-        return [next(bits) if here else None for here in held]
-
-
-def _digests(loaded: LoadedModel) -> dict[str, str]:
-    """Of every parameter and every buffer that a checkpoint holds, where it lies."""
-    found = {}
-    for name, tensor in loaded.module.state_dict().items():
-        found[name] = _digest(_values(name, tensor, loaded))
-    return found
-
-
-def _values(name: str, tensor: Tensor, loaded: LoadedModel) -> Tensor:
-    """A parameter or buffer where it lies; one that lies on disk is read for it."""
-    away = None if loaded.layer_weights is None else loaded.layer_weights.read(name)
-    return (tensor if away is None else away).detach()
-
-
-def _digest(tensor: Tensor) -> str:
-    bits = tensor.detach().reshape(-1).view(BITS[tensor.dtype.itemsize])
-    if len(bits) > SAMPLES:
-        bits = bits[torch.arange(SAMPLES, device=bits.device) * STRIDE % len(bits)]
-    shape = f"{tensor.dtype} {list(tensor.shape)}".encode()
-    return hashlib.blake2b(shape + bits.cpu().numpy().tobytes(), digest_size=8).hexdigest()
-
-
-def _whole_names(loaded: LoadedModel) -> set[str]:
-    """Tensors of which every tensor-parallel rank holds the same."""
-    cut = {name.rpartition(".")[0] for name, spec in loaded.placement.items() if spec != WHOLE}
-    return {
-        name
-        for name in loaded.module.state_dict()
-        # A buffer, or the scales of a weight, is as its module.
-        if (loaded.placement[name] == WHOLE if name in loaded.placement else name.rpartition(".")[0] not in cut)
-    }
+        tell(str(name).encode())
+        yield from plain_parts(part, tell, within | {id(holder)})

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import os
 import shutil
 import uuid
 from pathlib import Path
 
 import torch
-from huggingface_hub.constants import HF_HOME
 
 from megakv.errors import MegaKVError
+from megakv.weights.file_digests import CACHE, KeptDigests
 
 SUFFIX = ".gguf"
-CACHE = Path(HF_HOME) / "megakv"
 PLAIN = {"F32": torch.float32, "F16": torch.float16}
 """Types of matrices that are kept; all others become bfloat16."""
 
@@ -25,8 +23,7 @@ def gguf_directory(source: Path, cache: Path = CACHE) -> Path:
     if not source.is_file():
         raise MegaKVError(f"model {str(source)!r}: there is no such GGUF file")
     try:
-        with open(source, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        (digest,) = KeptDigests(cache).of([source]).values()
         target = cache / f"{source.stem}-{digest[:16]}"
         cache.mkdir(parents=True, exist_ok=True)
         # Of all processes that want it, one converts.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,9 +22,11 @@ from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
 from megakv.offload.weights import LayerWeights, layer_weights
 from megakv.weights.checkpoint import CheckpointWeights
+from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, read_config
-from megakv.weights.fp8 import FP8, SCALE, check_device, quantise, use_fp8
+from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
+from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
 
@@ -43,6 +45,8 @@ class LoadedModel:
     """Bytes of the checkpoint that this rank has read."""
     bytes_kept: int
     """Bytes of parameters and buffers on this rank."""
+    contents: dict[str, str]
+    """What decides the values of all weights, by name; the files of a checkpoint come on top."""
     layer_weights: LayerWeights | None = None
     """Those of the decoder layers, where they lie off the accelerator; the module's parameters have no memory then."""
     layers_placed: str = ""
@@ -82,7 +86,7 @@ def parameter_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
     """The type of each parameter and persistent buffer: `dtype`, but what transformers keeps in float32 stays so."""
     in_float32 = "|".join(re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype))
     types = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in stored_tensors(model).items():
         kept = in_float32 and re.search(in_float32, name)
         types[name] = torch.float32 if kept else dtype if tensor.dtype == model.dtype else tensor.dtype
     return types
@@ -122,6 +126,9 @@ def build_model(
             raise ValueError(f"model is a {type(model_or_path).__name__}, not a transformers PreTrainedModel or a path")
         model = model_or_path
         check_support(type(model), model.config)
+        if (how := quantised_by(model)) is not None:
+            settings = {"fp8": feed_forward == "fp8", "offloaded": offload is not None and bool(offload.weights)}
+            keep_quantised(model, how, dtype=dtype, tp_size=tp_size, device=device, **settings)
         dtype = dtype or model.dtype
     else:
         directory = local_directory(model_or_path, weights=load == "checkpoint")
@@ -133,10 +140,14 @@ def build_model(
     placement = plan_placement(model, heads, tp_rank)
     dtypes = parameter_dtypes(model, dtype)
     source: WeightSource
+    # Ranks quantise their own parts of a row: other parts are other weights.
+    contents = {"type": str(dtype), "feed-forward": f"fp8 by {tp_size}" if feed_forward == "fp8" else str(dtype)}
     if directory is None:
         source = ModuleWeights(model)
+        contents |= module_digests(model)
     elif load == "random":
         source = RandomWeights(model, seed, device)
+        contents |= {"values": f"megakv.seed {seed} of torch {torch.__version__} on {device.type}"}
     else:
         source = checkpoint = CheckpointWeights(directory, model)
         if (found := checkpoint.unexpected) and progress:
@@ -145,16 +156,17 @@ def build_model(
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
-    kept_dtypes = dtypes | use_fp8(model) if feed_forward == "fp8" else dtypes
-    away = None if offload is None else layer_weights(model, kept_dtypes, offload, pin=device.type == "cuda")
-    _materialise(model, source, placement, dtypes, device, away, progress=progress)
+    fp8 = use_fp8(model) if feed_forward == "fp8" else {}
+    away = None if offload is None else layer_weights(model, dtypes | fp8, offload, pin=device.type == "cuda")
+    _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)
     if directory is not None and (directory / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(directory)
     model.eval()
-    kept = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    return LoadedModel(model, heads, placement, source.bytes_read, kept, away)
+    tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in plain_parts(tensor))
+    kept = sum(tensor.nbytes for tensor in tensors)
+    return LoadedModel(model, heads, placement, source.bytes_read, kept, contents, away)
 
 
 def _materialise(
@@ -164,12 +176,14 @@ def _materialise(
     dtypes: dict[str, torch.dtype],
     device: torch.device,
     away: LayerWeights | None,
+    fp8: Collection[str],
     *,
     progress: bool,
 ) -> None:
     """Fill a model's parameters, of local shapes, from a source, one at a time, and move its buffers.
 
-    Tied ones stay so. `dtypes` are those of all but scales: FP8 weights are read in theirs, and quantised as they come.
+    Tied ones stay so, and a source's own parameters that are used where they lie stay what they are. `dtypes` are those
+    of all but scales: weights that become `fp8` are read in theirs, and quantised as they come.
     """
 
     def local(name: str, shape: torch.Size, home: Tensor | None = None) -> Tensor:
@@ -191,15 +205,16 @@ def _materialise(
         for tied in names.values():
             stored = next((name for name in tied if source.has(name)), tied[0])
             empty = parameters[tied[0]]
-            keys = [tied[0], tied[0] + SCALE] if empty.dtype == FP8 else [tied[0]]
+            keys = [tied[0], tied[0] + SCALE] if tied[0] in fp8 else [tied[0]]
             rooms = [None if away is None else away.room(key) for key in keys]
-            if empty.dtype == FP8:
+            if tied[0] in fp8:
                 part = source.read(stored, placement.get(stored, WHOLE)).to(device, dtypes[stored])
                 module, leaf = get_module_from_name(model, tied[0])
                 quantise(module, leaf, part, rooms)
             else:
                 part = local(stored, empty.shape, rooms[0])
-                filled = nn.Parameter(part, requires_grad=False)
+                filled = part if isinstance(part, nn.Parameter) else nn.Parameter(part, requires_grad=False)
+                filled.requires_grad = False
                 for name in tied:
                     module, leaf = get_module_from_name(model, name)
                     setattr(module, leaf, filled)

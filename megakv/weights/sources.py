@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.errors import MegaKVError
-from megakv.weights.placement.slices import SliceSpec
+from megakv.weights.placement.slices import WHOLE, SliceSpec
 
 DEFAULT_STD = 0.02
 BLOCK_ELEMENTS = 1 << 20
@@ -53,7 +53,8 @@ class ModuleWeights:
         return name in self._tensors
 
     def read(self, name: str, spec: SliceSpec) -> Tensor:
-        return spec.take(self._tensors.pop(name).detach())
+        tensor = self._tensors.pop(name)
+        return tensor if spec == WHOLE else spec.take(tensor.detach())
 
 
 class RandomWeights:

@@ -23,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from megakv.session_files import read_meta, read_tokens
 from tests.distributed.launch import GRACE_S, ROOT, run_ranks
 from tests.distributed.models import prose, save_model, word_tokenizer
-from tests.families import llama
 from tests.patience import Patience, alive_after, status_within
 
 SCRIPT = Path(__file__).parent / "ranks" / "chat.py"
@@ -54,7 +53,7 @@ class Plain:
 
 def saved(folder: Path) -> Tensor:
     """The tokens of a saved conversation."""
-    return read_tokens(folder / "session", read_meta(folder / "session", llama()))[0]
+    return read_tokens(folder / "session", read_meta(folder / "session"))[0]
 
 
 def test_conversations_from_a_pipe(tmp_path: Path, write_json: Callable[[str, Any], Path]) -> None:

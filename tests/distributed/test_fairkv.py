@@ -85,7 +85,7 @@ def test_sessions_over_compressed_caches(tmp_path: Path, saved: str, restored: s
         assert "out of memory, say" in before["broken"]
     after = converse(tmp_path, restored, "restore")
     for name in ("compressing", "mapped", "offloaded", "both"):
-        assert after[name]["equal"] and after[name]["kept"] and after[name]["earlier"]
+        assert after[name]["equal"] and after[name]["kept"]
         assert "compressed must be ascending ranges of slots" in after[name]["message"]
     for result in after.values():
         assert result["foreign"]

@@ -19,6 +19,8 @@ MESSAGES = {
     "tracking": "megakv.tracking",
     "other weights": "the model's model.layers.1.self_attn.v_proj.weight on rank 1 is another than on rank 0: give",
     "other norms": "the model's model.layers.0.post_attention_layernorm.weight on rank 1 is another than on rank 0",
+    "other files": "the model's model.safetensors on rank 1 is another than on rank 0: give every rank the same",
+    "quantised": "tensor_parallel.tp_size = 2 is not supported for the model given, whose weights are quantised",
     "other config": "the model's config.rms_norm_eps is 0.01 on rank 0 but 0.02 on rank 1: give every rank the same",
     "other rotation": "rope_parameters.rope_theta is 100 on rank 0 but 200 on rank 1",
     "given module": "rwkv|Rwkv",
@@ -34,6 +36,7 @@ def test_what_engines_leave_behind(tmp_path: Path) -> None:
             assert re.search(pattern, results["messages"][name]), (rank, name, results["messages"][name])
         assert results["after"] == results["before"] == results["ended"], rank
         assert results["good"], rank
+        assert results["quantised"] == {"subclass": True, "unpacked": True}, rank
         for name in ("llama", "phi3", "bloom"):
             shared = results[f"shared {name}"]
             assert re.search("belongs to another engine: call destroy", shared.pop("busy")), (rank, name)

@@ -12,6 +12,7 @@ from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megakv.errors import MegaKVError
+from megakv.weights.file_digests import KEPT
 from megakv.weights.folder import local_directory
 from megakv.weights.gguf import gguf_directory
 
@@ -60,7 +61,8 @@ def write_gguf(path: Path, kind: GGMLQuantizationType, *, leave_out: str = "") -
 
 
 def left_in(cache: Path) -> list[str]:
-    return [path.name for path in cache.iterdir() if not path.name.endswith(".lock")] if cache.exists() else []
+    names = [path.name for path in cache.iterdir()] if cache.exists() else []
+    return [name for name in names if not name.endswith(".lock") and name != KEPT]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", torch.bfloat16), ("F32", torch.float32)])

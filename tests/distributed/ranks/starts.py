@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 import torch.distributed as dist
 from families import FAMILIES, llama
+from quantised_modules import quantised
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig
 from transformers.utils.logging import disable_progress_bar
@@ -80,6 +81,8 @@ def failing_starts(work: Path) -> dict[str, Callable[[], Any]]:
         "tracking": lambda: start(str(good), config_of(tracking={"json_path": f"{nowhere}/report.json"})),
         "other weights": lambda: start(differing("model.layers.1.self_attn.v_proj.weight"), config_of()),
         "other norms": lambda: start(differing("model.layers.0.post_attention_layernorm.weight"), config_of(2)),
+        "other files": lambda: start(str(work / f"of-rank-{rank}"), config_of()),
+        "quantised": lambda: start(quantised(make_model(), "subclass"), config_of(2)),
         "other config": lambda: start(make_model(config=llama(rms_norm_eps=0.01 * (1 + rank))), config_of()),
         "other rotation": lambda: start(make_model(config=turning(100 * (1 + rank))), config_of(2)),
         "given module": lambda: start(make_model(config=rwkv()), config_of()),
@@ -180,6 +183,10 @@ def main() -> None:
         (work / "file").write_text("no folder")
         make_model(config=llama()).save_pretrained(good)
         make_model(config=llama()).save_pretrained(work / "broken")
+        for rank in range(2):
+            model = make_model(config=llama())
+            model.model.embed_tokens.weight.data[41, 7] += 0.01 * rank
+            model.save_pretrained(work / f"of-rank-{rank}")
         weights = work / "broken" / "model.safetensors"
         weights.write_bytes(weights.read_bytes()[:20000])
     dist.barrier()
@@ -198,6 +205,10 @@ def main() -> None:
             engine.generate(IDS, **GREEDY), plain(AutoModelForCausalLM.from_pretrained(good, dtype=torch.float32))
         )
     results["ended"] = resources()
+    results["quantised"] = {}
+    for way in ("subclass", "unpacked"):
+        with megakv.init_inference(quantised(make_model(), way), config_of()) as engine:
+            results["quantised"][way] = torch.equal(engine.generate(IDS, **GREEDY), plain(quantised(make_model(), way)))
     for tp, family in ((1, "llama"), (2, "phi3"), (1, "bloom")):
         results[f"shared {family}"] = shared_config(tp, family)
     results["handlers"] = handlers(good)
