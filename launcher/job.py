@@ -24,7 +24,7 @@ from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Question
 from megakv.launcher.settings import check_job_arguments, make_folders, run_config
 from megakv.tracking.files import write_whole
-from megakv.tracking.overview import methods
+from megakv.tracking.overview import methods, token_counts
 from megakv.tracking.page import page
 from megakv.tracking.report import Answer, RunReport, report_to_json
 from megakv.tracking.tables import operations, passes_by_plan
@@ -149,7 +149,8 @@ def run_job(
                 question=question.text,
                 answer=text,
                 tokens=tokens,
-                prompt_tokens=ids.shape[1],
+                prompt_tokens=report.prompt_tokens,
+                cached_tokens=report.cached_tokens,
                 ttft_s=report.ttft_s,
                 ttit_s=report.ttit_s,
                 step_s=report.step_s,
@@ -191,7 +192,7 @@ def print_outcome(outcome: Outcome) -> None:
     """The tables that a user sees at the end."""
     report = outcome.report
     ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (report.ttft_s, report.ttit_s))
-    print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens")
+    print(f"TTFT {ttft}   TTIT {ttit}   {token_counts(report)} tokens")
     print(f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)")
     for rank in report.ranks:
         sent = ", ".join(f"{name} {size / MEGABYTE:.2f}" for name, size in sorted(rank.bytes_sent.items()) if size)
@@ -201,7 +202,7 @@ def print_outcome(outcome: Outcome) -> None:
         )
     for number, answer in enumerate(report.answers[1:], 2):
         ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (answer.ttft_s, answer.ttit_s))
-        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {answer.new_tokens} new tokens")
+        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {token_counts(answer)} tokens")
     _print_budgets(report)
     _print_offload(report)
     _print_traffic(report)

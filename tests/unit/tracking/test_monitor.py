@@ -99,9 +99,9 @@ def test_real_wandb_offline(report, tmp_path):
     data = json.loads(table.read_text())
     assert data["columns"] == [
         "answer",
-        *"prompt_tokens new_tokens ttft_s ttit_s ttit_s/p50 ttit_s/p90 ttit_s/p99".split(),
+        *"prompt_tokens cached_tokens new_tokens ttft_s ttit_s ttit_s/p50 ttit_s/p90 ttit_s/p99".split(),
     ]
-    assert [row[0] for row in data["data"]] == [1, 2] and data["data"][0][5] == 0.5
+    assert [row[0] for row in data["data"]] == [1, 2] and data["data"][0][6] == 0.5
     picture, _ = directory.glob("files/media/images/timeline_*.png")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     table, _ = directory.glob("files/media/table/communication_*.json")
