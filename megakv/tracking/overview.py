@@ -40,8 +40,15 @@ def overview(report: RunReport) -> dict[str, str]:
         "tokens": token_counts(report),
         "TTFT": duration(report.ttft_s) + (f" ({rate:,.0f} tokens/s)" if rate else ""),
         "TTIT": duration(report.ttit_s),
-        "tokens equal to plain transformers": {True: "yes", False: "NO", None: "not compared"}[report.tokens_equal],
+        "tokens equal to plain transformers": _equality(report),
     }
+
+
+def _equality(report: RunReport) -> str:
+    words = {True: "yes", False: "NO", None: "not compared"}[report.tokens_equal]
+    if report.logits is None:
+        return words
+    return f"no, at a near tie: {report.logits}" if report.logits.near_tie else f"{words}: {report.logits}"
 
 
 def token_counts(report: RunReport | Answer) -> str:

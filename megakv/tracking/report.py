@@ -13,6 +13,7 @@ from megakv.tracking.measurements import (
     Count,
     Event,
     HeadBalance,
+    LogitComparison,
     Number,
     OffloadStep,
     PrefillPlan,
@@ -137,6 +138,7 @@ class RunReport:
     settings: dict[str, Any] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     tokens_equal: bool | None = None
+    logits: LogitComparison | None = None  # Where tokens were compared and part.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
