@@ -169,7 +169,7 @@ def _draw_frame(
 ) -> None:
     from matplotlib.patches import Patch
 
-    axes.set_xlabel("milliseconds since the start")
+    axes.set_xlabel("milliseconds since the start" + (f"; drawn: {shown}" if shown else ""))
     axes.grid(axis="x", zorder=0.6)
     several = len({rank.host for rank in report.ranks}) > 1
     labels = [
@@ -192,8 +192,6 @@ def _draw_frame(
     subtitle = f"{report.prompt_tokens:,} prompt tokens{cached}, {report.new_tokens:,} new tokens"
     if "simulated" in report.machine:
         subtitle += f", simulated on {report.machine['simulated']}"
-    if shown:
-        subtitle += f"; drawn: {shown}"
     if len(ranks) < len(report.ranks):
         subtitle += f", the first {len(ranks)} of {len(report.ranks)} ranks"
     figure.text(left, 1 - 0.42 / height_in, subtitle, fontsize=9, color=FAINT, va="top")
