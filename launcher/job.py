@@ -22,7 +22,7 @@ from megakv.launcher.comparison import GivenTurn, compare_turns, given_turn
 from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
 from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Question
-from megakv.launcher.settings import check_job_arguments, make_folders, run_config
+from megakv.launcher.settings import check_files, check_job_arguments, run_config
 from megakv.tracking.files import write_whole
 from megakv.tracking.overview import methods, token_counts
 from megakv.tracking.page import page
@@ -110,7 +110,7 @@ def run_job(
     """
     check_job_arguments(arguments)
     if own_rank() == 0:
-        make_folders(arguments)
+        check_files(arguments)
     config = run_config(arguments)
     if arguments.compare and config.megakv.load == "random":
         raise ValueError("--compare is not possible with megakv.load = 'random': transformers needs a checkpoint")

@@ -182,6 +182,7 @@ def test_only_rank_0_writes(report, tmp_path, monkeypatch):
     [
         ({"json": "file/r.json"}, "megakv.tracking.json"),
         ({"timeline": "file/t.png"}, "megakv.tracking.timeline"),
+        ({"json": "."}, r"megakv.tracking.json \.: cannot be written: Is a directory"),
         ({"csv": {"enabled": True, "output_path": "file"}}, "megakv.tracking.csv.output_path"),
     ],
 )
@@ -193,8 +194,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path, monke
 
 
 def test_a_report_that_cannot_be_written_says_so_and_leaves_nothing(report, tmp_path):
-    (tmp_path / "r.json").mkdir()
     tracker = Tracker(TrackingConfig(json=str(tmp_path / "r.json")), {}, 0)
+    (tmp_path / "r.json").mkdir()
     with pytest.raises(MegaKVError, match="megakv.tracking.json"):
         tracker.log_report(report)
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
