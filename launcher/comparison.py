@@ -19,6 +19,8 @@ from megakv.weights.folder import local_directory
 
 SCORES_BYTES = 1 << 28
 """Attention weights that a step of an eager pass may take for one layer."""
+WITH_LOGITS: dict[str, Any] = {"return_dict_in_generate": True, "output_logits": True}
+"""Options of a call of `generate` for `given_turn`."""
 MOST = 1e12
 """Largest difference that a report holds."""
 
@@ -47,7 +49,7 @@ def compare_turns(
     # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.
     unasked = {"prefill_chunk_size", *(() if options["do_sample"] else ("prompt_lookup_num_tokens",))}
     whole = {name: value for name, value in options.items() if name not in unasked}
-    whole |= {"return_dict_in_generate": True, "output_logits": True}
+    whole |= WITH_LOGITS
     found: list[GivenTurn] = []
     cache = None
     for index, turn in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):
@@ -80,10 +82,8 @@ def _compare_logits(
     places = [torch.arange(len(turn.tokens)) + turn.prompt.shape[1] - 1 for turn in turns]
     wanted, own = torch.cat(places), torch.cat([turn.logits for turn in turns])
     logits = _logits_along(plain, ids, wanted, ids.shape[1])
-    spread = 0.0
-    if plain.config._attn_implementation != "eager":
-        plain.set_attn_implementation("eager")
-        spread = _most(_logits_along(plain, ids, wanted, _eager_rows(plain, ids.shape[1])) - logits)
+    plain.set_attn_implementation("eager")
+    spread = _most(_logits_along(plain, ids, wanted, _eager_rows(plain, ids.shape[1])) - logits)
     # Rows in which either prefers another token, with both tokens.
     rows = (own.argmax(1) != logits.argmax(1)).nonzero()[:, 0]
     pairs = [torch.stack([rows, own[rows].argmax(1), logits[rows].argmax(1)], dim=1)]

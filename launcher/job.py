@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from megakv.build import init_inference
 from megakv.generation import LengthLimits
-from megakv.launcher.comparison import GivenTurn, compare_turns, given_turn
+from megakv.launcher.comparison import WITH_LOGITS, GivenTurn, compare_turns, given_turn
 from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
 from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Question
@@ -132,7 +132,7 @@ def run_job(
     answers: list[Answer] = []
     asked: list[GivenTurn] = []
     reports, session = [], engine.session()
-    with_logits = {"return_dict_in_generate": True, "output_logits": True} if arguments.compare and first else {}
+    with_logits = WITH_LOGITS if arguments.compare and first else {}
     for index, (question, ids) in enumerate(zip(questions, prompts, strict=True)):
         if first and len(questions) > 1:
             print(f"\n> {question.text}", flush=True)
