@@ -18,6 +18,7 @@ from typing import NoReturn
 from megakv.errors import MegaKVError
 from megakv.launcher.commands import SUMMARIES
 from megakv.launcher.process import UNREAD
+from megakv.tracking.files import check_outputs, write_whole
 from megakv.version import __version__
 
 
@@ -87,12 +88,12 @@ def _run(argv: list[str]) -> int:
     logging.getLogger("DeepSpeed").addFilter(_is_error)
     try:
         _check_values(argv)
+        path = getattr(arguments, "result_file", None)
+        check_outputs({"--json": path})
         result = arguments.run(arguments)
         if result is not None:
             text = json.dumps(result, indent=2)
-            if path := getattr(arguments, "result_file", None):
-                from megakv.tracking.files import write_whole
-
+            if path is not None:
                 write_whole(path, text.encode())
             print(text)
     except BrokenPipeError:

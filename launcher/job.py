@@ -18,13 +18,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from megakv.build import init_inference
 from megakv.generation import LengthLimits
-from megakv.launcher.comparison import plain_turns
+from megakv.launcher.comparison import WITH_LOGITS, GivenTurn, compare_turns, given_turn
 from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
 from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Question
-from megakv.launcher.settings import check_job_arguments, make_folders, run_config
+from megakv.launcher.settings import check_files, check_job_arguments, run_config
 from megakv.tracking.files import write_whole
-from megakv.tracking.overview import methods
+from megakv.tracking.overview import methods, token_counts
 from megakv.tracking.page import page
 from megakv.tracking.report import Answer, RunReport, report_to_json
 from megakv.tracking.tables import operations, passes_by_plan
@@ -35,7 +35,7 @@ MEGABYTE = 1 << 20
 
 @dataclass
 class Outcome:
-    """What a job produced; rank 0 alone knows whether tokens are equal, and what was written."""
+    """What a job produced; rank 0 alone knows whether tokens are plain transformers', and what was written."""
 
     report: RunReport  # Of the turn that read the document, with all answers.
     turns: list[RunReport]
@@ -48,9 +48,10 @@ class Outcome:
         return self.report.answers[0].answer
 
     @property
-    def tokens_equal(self) -> bool | None:
-        """Whether the tokens of all answers are plain transformers'; None where that was not asked for."""
-        return self.report.tokens_equal
+    def wrong(self) -> bool:
+        """Whether tokens part from those of plain transformers, and rounding does not explain it."""
+        report = self.report
+        return report.tokens_equal is False and not (report.logits is not None and report.logits.near_tie)
 
 
 class JobParser(argparse.ArgumentParser):
@@ -109,7 +110,7 @@ def run_job(
     """
     check_job_arguments(arguments)
     if own_rank() == 0:
-        make_folders(arguments)
+        check_files(arguments)
     config = run_config(arguments)
     if arguments.compare and config.megakv.load == "random":
         raise ValueError("--compare is not possible with megakv.load = 'random': transformers needs a checkpoint")
@@ -129,7 +130,9 @@ def run_job(
     if first:
         print(f"megakv: {prompts[0].shape[1]} tokens on CP {mesh.cp_size} x TP {mesh.tp_size}", flush=True)
     answers: list[Answer] = []
-    reports, asked, session = [], [], engine.session()
+    asked: list[GivenTurn] = []
+    reports, session = [], engine.session()
+    with_logits = WITH_LOGITS if arguments.compare and first else {}
     for index, (question, ids) in enumerate(zip(questions, prompts, strict=True)):
         if first and len(questions) > 1:
             print(f"\n> {question.text}", flush=True)
@@ -137,10 +140,12 @@ def run_job(
         torch.manual_seed(arguments.seed + index)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if first else None
         with prefill_bar(engine.module, shown=first and index == 0):
-            sequences = session.generate(ids.to(mesh.device), streamer=streamer, **options)
+            output = session.generate(ids.to(mesh.device), streamer=streamer, **options, **with_logits)
         report = engine.report()
+        sequences = output.sequences if with_logits else output
         end = sequences.shape[1] - report.new_tokens
-        asked.append((sequences[:, :end], sequences))
+        if with_logits:
+            asked.append(given_turn(sequences[:, :end], output))
         tokens = sequences[0, end:].tolist()
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         reports.append(report)
@@ -149,19 +154,21 @@ def run_job(
                 question=question.text,
                 answer=text,
                 tokens=tokens,
-                prompt_tokens=ids.shape[1],
+                prompt_tokens=report.prompt_tokens,
+                cached_tokens=report.cached_tokens,
                 ttft_s=report.ttft_s,
                 ttit_s=report.ttit_s,
                 step_s=report.step_s,
                 new_tokens=len(tokens),
             )
         )
+    logits = None
     if arguments.compare and first:
-        equal = plain_turns(model, engine, asked, options, arguments.seed)
+        equal, logits = compare_turns(model, engine, asked, options, arguments.seed)
         answers = [replace(answer, tokens_equal=same) for answer, same in zip(answers, equal, strict=True)]
     for turn, given in zip(reports, answers, strict=True):
         turn.answers, turn.tokens_equal = [given], given.tokens_equal
-    report = replace(reports[0], answers=answers, tokens_equal=_all_equal(answers))
+    report = replace(reports[0], answers=answers, tokens_equal=_all_equal(answers), logits=logits)
     report.settings = {name: value for name, value in vars(arguments).items() if value is not None}
     if first:
         engine.tracker.log_report(report)
@@ -191,7 +198,7 @@ def print_outcome(outcome: Outcome) -> None:
     """The tables that a user sees at the end."""
     report = outcome.report
     ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (report.ttft_s, report.ttit_s))
-    print(f"TTFT {ttft}   TTIT {ttit}   {report.prompt_tokens} prompt + {report.new_tokens} new tokens")
+    print(f"TTFT {ttft}   TTIT {ttit}   {token_counts(report)} tokens")
     print(f"{'rank':>4} {'cp':>3} {'tp':>3} {'tokens':>8} {'KV MiB':>8} {'peak MiB':>9}  sent (MiB by operation)")
     for rank in report.ranks:
         sent = ", ".join(f"{name} {size / MEGABYTE:.2f}" for name, size in sorted(rank.bytes_sent.items()) if size)
@@ -201,15 +208,26 @@ def print_outcome(outcome: Outcome) -> None:
         )
     for number, answer in enumerate(report.answers[1:], 2):
         ttft, ttit = ("-" if time is None else f"{time * 1e3:.1f} ms" for time in (answer.ttft_s, answer.ttit_s))
-        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {answer.prompt_tokens} + {answer.new_tokens} new tokens")
+        print(f"answer {number}: TTFT {ttft}   TTIT {ttit}   {token_counts(answer)} tokens")
     _print_budgets(report)
     _print_offload(report)
     _print_traffic(report)
-    if outcome.tokens_equal is not None:
-        word = "equal to" if outcome.tokens_equal else "DIFFERENT FROM"
+    if report.tokens_equal is not None:
+        _print_equality(outcome)
+
+
+def _print_equality(outcome: Outcome) -> None:
+    """Whether tokens are plain transformers', and how much part of it."""
+    report, plain = outcome.report, "those of a single-process transformers run"
+    if report.tokens_equal:
+        print(f"tokens are equal to {plain}")
+    elif not outcome.wrong:
+        print(f"tokens part from {plain} at a near tie, which rounding decides")
+    else:
         lossy = any(step.kv_bits for rank in report.ranks for step in rank.offload)
-        why = ", as may be with keys and values in 4 bits" if lossy and not outcome.tokens_equal else ""
-        print(f"tokens are {word} those of a single-process transformers run{why}")
+        print(f"tokens are DIFFERENT FROM {plain}" + ", as may be with keys and values in 4 bits" * lossy)
+    if report.logits is not None:
+        print(report.logits)
 
 
 def _print_budgets(report: RunReport) -> None:

@@ -74,6 +74,7 @@ def _answer(reading: tuple[str, RunReport], sequence: Tensor, tokenizer: PreTrai
         answer=tokenizer.decode(tokens, skip_special_tokens=True),
         tokens=tokens,
         prompt_tokens=report.prompt_tokens,
+        cached_tokens=report.cached_tokens,
         new_tokens=report.new_tokens,
         ttft_s=report.ttft_s,
         ttit_s=report.ttit_s,

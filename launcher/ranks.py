@@ -20,6 +20,7 @@ from typing import IO, TYPE_CHECKING
 from megakv.errors import MegaKVError
 from megakv.launcher.process import UNREAD, own_rank
 from megakv.launcher.remote import encode
+from megakv.tracking.files import check_outputs
 
 # What measures is imported by the ranks, not by who asks for a command's arguments.
 if TYPE_CHECKING:
@@ -68,14 +69,7 @@ def check_rank_arguments(arguments: argparse.Namespace, ranks: int) -> None:
             f"--ranks {ranks} with --tp {arguments.tp}: allowed: a multiple of --tp, twice it or more, because what is "
             "measured is how context-parallel ranks work together"
         )
-    check_writable("--json", arguments.json)
-
-
-def check_writable(option: str, path: str) -> None:
-    """Refuse a file that could not be written in the end."""
-    folder = Path(path).resolve().parent
-    if Path(path).is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"{option} {path or repr(path)}: cannot be written: the folder must exist and be writable")
+    check_outputs({"--json": arguments.json}, make_folders=False)
 
 
 def command_line(arguments: argparse.Namespace) -> list[str]:

@@ -37,7 +37,7 @@ def main() -> None:
         if own_rank() == 0:
             print_outcome(outcome)
             publish(outcome, arguments)
-            if outcome.tokens_equal is False:
+            if outcome.wrong:
                 raise SystemExit(1)
 
 

@@ -20,7 +20,7 @@ with importing():
     from megakv.launcher.commands.serve import add_arguments, http_settings, loop_settings
     from megakv.launcher.conversation import read_tokenizer
     from megakv.launcher.job import print_files
-    from megakv.launcher.settings import check_engine_arguments, run_config
+    from megakv.launcher.settings import check_engine_arguments, check_files, run_config
     from megakv.serving.http.listener import listening_socket
     from megakv.serving.http.settings import HttpSettings
     from megakv.serving.loop import ServingLoop
@@ -47,6 +47,7 @@ def main() -> None:
         http = listener = None
         if first:
             # What cannot be is said before weights are read.
+            check_files(arguments)
             http = http_settings(arguments)
             listener = stack.enter_context(listening_socket(http))
         tokenizer = read_tokenizer(arguments.model)

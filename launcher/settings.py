@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakv.launcher.ranks import DTYPES, check_writable, read_hostfile
+from megakv.launcher.ranks import DTYPES, read_hostfile
+from megakv.tracking.files import check_outputs
 from megakv.tracking.wandb_project import check_project
 
 if TYPE_CHECKING:
@@ -24,6 +24,8 @@ KEYS = {
 """Where the JSON has what an argument says."""
 FILES = ("json", "timeline", "report")
 """Arguments that name a file to write."""
+READ = ("config", "prompt_file", "api_key_file")
+"""Arguments that name a file to read."""
 
 
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,13 +95,12 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--timeline {timeline}: allowed: a path that ends in .png")
 
 
-def make_folders(arguments: argparse.Namespace) -> None:
+def check_files(arguments: argparse.Namespace) -> None:
     """Make the folders of all files that are to be written; one that cannot be is refused now, not in the end."""
-    for name in FILES:
-        if (path := getattr(arguments, name, None)) is not None:
-            with suppress(OSError):
-                Path(path).resolve().parent.mkdir(parents=True, exist_ok=True)
-            check_writable(f"--{name}", path)
+    outputs, inputs = (
+        {f"--{name.replace('_', '-')}": getattr(arguments, name, None) for name in names} for names in (FILES, READ)
+    )
+    check_outputs(outputs, inputs)
 
 
 def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:

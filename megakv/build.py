@@ -43,6 +43,7 @@ from megakv.offload.cuda_link import clock_of
 from megakv.offload.schedule import accelerator_room, weights_by_objective
 from megakv.planning import PassPlanner
 from megakv.runtime import Runtime
+from megakv.tracking.tracker import check_files
 from megakv.weights.file_digests import FileDigests
 from megakv.weights.files import weight_files
 from megakv.weights.folder import local_directory, read_config
@@ -158,6 +159,7 @@ def _make_engine(
             )
 
     agreement = Agreement(comm)
+    agreement.together(lambda: check_files(section.tracking) if mesh.rank == 0 else None)
     if parsed.enable_cuda_graph and not (mesh.device.type == "cuda" and attends_on_device()):
         raise CombinationError(
             "machine",

@@ -182,7 +182,7 @@ class MegaKVEngine(InferenceEngine):
                     raise ValueError(f"attention_mask has shape {list(mask.shape)}, input_ids {list(ids.shape)}")
             if assisted := proposes(self.module, options):
                 check_candidates(self.module, self._config, options, ids)
-            width = 0 if ids is None else ids.shape[1]
+            width, before = 0 if ids is None else ids.shape[1], cache.length
             new_plans = None
             if self._offloader is not None:
                 # Beams share most of their tokens.
@@ -210,7 +210,7 @@ class MegaKVEngine(InferenceEngine):
                     output = model.generate(ids, **held, **prepared)
                 finally:
                     self._runtime.generation = None
-            self._record.finish(ids, mask, cache, output, self._runtime.planner.choice)
+            self._record.finish(ids, mask, before, cache, output, self._runtime.planner.choice)
             if (checked := rank_zero.candidates) is not None:
                 self._record.candidates = CandidateCounts(checked.steps, checked.proposed, checked.accepted)
             if self._offloader is not None:

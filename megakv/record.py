@@ -25,6 +25,7 @@ class RunRecord:
 
     clock: TokenClock
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     new_tokens: int = 0
     tokens: int = 0
     kv_bytes: int = 0
@@ -36,19 +37,18 @@ class RunRecord:
     candidates: CandidateCounts | None = None
 
     def finish(
-        self, ids: Tensor | None, mask: Any, cache: ShardedCache, output: Any, choice: PrefillChoice | None
+        self, ids: Tensor | None, mask: Any, held: int, cache: ShardedCache, output: Any, choice: PrefillChoice | None
     ) -> None:
-        """Note what came out, and how the prompt was spread."""
+        """Note what came out, and how the prompt was spread; the cache held so many slots before the call."""
         chosen = None if choice is None else choice.name or choice.method
         if choice is not None and chosen is not None:
             partitions = None if choice.partitions is None else [list(parts) for parts in choice.partitions]
             self.prefill = PrefillPlan(chosen, partitions, dict(choice.predicted_s))
         sequences = output if isinstance(output, Tensor) else output.sequences
         length = 0 if ids is None else ids.shape[1]
-        if isinstance(mask, Tensor):
-            self.prompt_tokens = int(mask.sum())
-        else:
-            self.prompt_tokens = 0 if ids is None else ids.numel()
+        seen = mask if isinstance(mask, Tensor) else None if ids is None else torch.ones_like(ids)
+        if seen is not None:
+            self.prompt_tokens, self.cached_tokens = int(seen[:, held:].sum()), int(seen[:, :held].sum())
         self.new_tokens = (sequences.shape[1] - length) * sequences.shape[0]
         if cache.length:
             self.tokens = int(cache.table.counts()[cache.rank].sum())
@@ -98,6 +98,7 @@ class RunRecord:
             step_s=self.clock.step_s,
             generated_s=self.clock.times[-1] if self.clock.times else None,
             prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             new_tokens=self.new_tokens,
             ranks=ranks,
             versions=version_info(),

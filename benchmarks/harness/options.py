@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from megakv.tracking.files import check_outputs
 from megakv.tracking.wandb_project import check_project
 
 DTYPES = ("fp32", "bf16", "fp16")
@@ -87,7 +88,7 @@ class Options(argparse.ArgumentParser):
         self.add_argument("--json", metavar="FILE", help="write the results here, and charts (PNG) beside it")
         text = "log results and charts to this W&B project, offline unless logged in"
         self.add_argument("--wandb", metavar="PROJECT", help=text)
-        self._checks.append(self._check_wandb)
+        self._checks.append(self._check_output)
 
     def ranks(self, *, timeout_s: float = 3600.0) -> None:
         """What every benchmark of several ranks takes."""
@@ -167,9 +168,10 @@ class Options(argparse.ArgumentParser):
 
         self._checks.append(check)
 
-    def _check_wandb(self, arguments: argparse.Namespace) -> None:
+    def _check_output(self, arguments: argparse.Namespace) -> None:
         try:
             check_project(arguments.wandb)
+            check_outputs({"--json": arguments.json})
         except ValueError as error:
             self.error(str(error))
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from megakv.errors import MegaKVError
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import check_outputs, write_whole
 
 if TYPE_CHECKING:
     from megakv.dry_run import DryRun, VirtualRank
@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> None:
     from megakv.costmodel.presets import hardware
     from megakv.dry_run import dry_run
 
+    check_outputs({"--json": arguments.json}, {"--config": arguments.config})
     memory = (
         None if arguments.hardware is None else hardware(arguments.hardware, setting="--hardware").spec.memory_bytes
     )

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megakv.launcher.commands.fairkv_map import step_times
 from megakv.launcher.commands.fairkv_profile import add_measured_arguments, compress
 from megakv.launcher.prompts import read_prompts
-from megakv.launcher.ranks import check_writable, command_line, start_ranks
+from megakv.launcher.ranks import command_line, start_ranks
 from megakv.launcher.settings import add_settings_arguments, check_job_arguments, run_config
+from megakv.tracking.files import check_outputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -106,11 +106,8 @@ def check(arguments: argparse.Namespace) -> MegaKVConfig:
             )
     if arguments.budgets is not None:
         read_budgets(arguments.budgets, arguments.model, model)
-    with suppress(OSError):
-        Path(arguments.out).mkdir(parents=True, exist_ok=True)
-    check_writable("--out", str(Path(arguments.out) / RESULT))
-    if arguments.json is not None:
-        check_writable("--json", arguments.json)
+    check_outputs({"--out": str(Path(arguments.out) / RESULT)})
+    check_outputs({"--json": arguments.json}, make_folders=False)
     return config
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -55,8 +52,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from megakv.fairkv.mapper import map_heads
     from megakv.fairkv.profile import load_budgets
     from megakv.launcher.model_names import model_name
+    from megakv.tracking.files import check_outputs
 
-    _check_files(arguments)
+    check_outputs({"--json": arguments.json, "--png": arguments.png}, {"--profile": arguments.profile})
     if arguments.length is not None and arguments.length < 1:
         raise ValueError(f"--length {arguments.length}: allowed: 1 or more")
     profile = load_budgets(arguments.profile, setting="--profile")
@@ -82,16 +80,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         max_replicas=arguments.max_replicas,
         copied_heads=arguments.copied_heads,
     )
-    writers: list[tuple[str, str | None, Callable[[str], None]]] = [
-        ("--json", arguments.json, found.save),
-        ("--png", arguments.png, partial(draw_mapping, found)),
-    ]
-    for option, path, write in writers:
-        try:
-            if path:
-                write(path)
-        except OSError as error:
-            raise ValueError(f"{option} {path}: cannot be written: {error.strerror}") from error
+    found.save(arguments.json)
+    if arguments.png:
+        draw_mapping(found, arguments.png)
     return {
         "layers": len(found.mapping),
         "kv_heads": found.n_kv_heads,
@@ -102,16 +93,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         "json": arguments.json,
         "png": arguments.png,
     }
-
-
-def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse to write over the profile, or the picture over the mapping."""
-    named: dict[Path, str] = {}
-    for name in ("profile", "json", "png"):
-        if path := getattr(arguments, name):
-            other = named.setdefault(Path(path).resolve(), name)
-            if other != name:
-                raise ValueError(f"--{name} {path} is the file of --{other}: name another one")
 
 
 def _times(arguments: argparse.Namespace) -> HeadTimes | None:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megakv.launcher.prompts import read_prompts
-from megakv.launcher.ranks import check_writable, command_line, start_ranks
+from megakv.launcher.ranks import command_line, start_ranks
+from megakv.tracking.files import check_outputs
 
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
@@ -95,10 +96,9 @@ def check_budgets(arguments: argparse.Namespace) -> None:
     """Refuse what cannot work before any rank starts."""
     if arguments.threads < 1:
         raise ValueError(f"--threads {arguments.threads}: allowed: 1 or more")
-    for name, path in (("json", arguments.json), ("png", picture_path(arguments))):
-        check_writable(f"--{name}", path)
     if Path(arguments.json).resolve() == Path(picture_path(arguments)).resolve():
         raise ValueError(f"--json {arguments.json} is where the picture would go: name it .json, or give --png")
+    check_outputs({"--json": arguments.json, "--png": picture_path(arguments)}, make_folders=False)
     read_prompts(arguments.prompts, field=arguments.field)
 
 

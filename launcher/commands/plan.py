@@ -9,8 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakv.launcher.ranks import check_writable
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import check_outputs, write_whole
 
 if TYPE_CHECKING:
     from megakv.costmodel.choices import Choice, Demand
@@ -115,7 +114,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Refuse budgets that nothing would come of, and a mapping that could not be written in the end."""
+    """Refuse budgets that nothing would come of, and files that could not be written in the end."""
+    check_outputs({"--config": arguments.config, "--json": arguments.json}, {"--budgets": arguments.budgets})
     if arguments.budgets is None and arguments.mapping is None:
         return
     for name, given, other in (("mapping", arguments.mapping, "budgets"), ("budgets", arguments.budgets, "mapping")):
@@ -123,11 +123,8 @@ def _check_files(arguments: argparse.Namespace) -> None:
             raise ValueError(f"--{other} without --{name}: KV heads are placed by --budgets, and written to --mapping")
     if not arguments.allow_lossy:
         raise ValueError(f"--budgets {arguments.budgets}: compressed caches are not exact: only with --allow-lossy")
-    check_writable("--mapping", arguments.mapping)
-    others = {name: getattr(arguments, name) for name in ("budgets", "config", "json")}
-    for name, path in others.items():
-        if path is not None and Path(path).resolve() == Path(arguments.mapping).resolve():
-            raise ValueError(f"--mapping {path} is the file of --{name}: name another one")
+    others = {f"--{name}": getattr(arguments, name) for name in ("budgets", "config", "json")}
+    check_outputs({"--mapping": arguments.mapping}, others, make_folders=False)
 
 
 def _budgets(arguments: argparse.Namespace, model: ModelShape) -> BudgetProfile | None:

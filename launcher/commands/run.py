@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megakv.launcher.prompts import add_question_arguments, decoded, questions, read_document
 from megakv.launcher.ranks import command_line, start_ranks
-from megakv.launcher.settings import add_job_arguments, check_job_arguments, make_folders, mesh_on_hosts
+from megakv.launcher.settings import add_job_arguments, check_files, check_job_arguments, mesh_on_hosts
 
 STDIN = ("-", "/dev/stdin")
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> None:
     piped = _piped(arguments)
     questions(read_document(arguments) if piped is None else piped.decode(), arguments.question)
     if arguments.hostfile is None:
-        make_folders(arguments)
+        check_files(arguments)
     where = "this machine" if arguments.hostfile is None else f"the hosts of {arguments.hostfile}"
     print(f"megakv: {arguments.model}: {cp * tp} rank{'s' * (cp * tp > 1)} on {where}, CP {cp} x TP {tp}", flush=True)
     words = [f"--question={text}" for text in arguments.question]

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megakv.launcher.ranks import check_writable, command_line, start_ranks
+from megakv.launcher.ranks import command_line, start_ranks
+from megakv.tracking.files import check_outputs
 
 if TYPE_CHECKING:
     from megakv.config import MegaKVConfig
@@ -110,10 +111,9 @@ def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
             raise ValueError(
                 f"--step {arguments.step}: allowed: {context // size} or less, for {context} tokens on {size} ranks"
             )
-    for name, path in (("table", arguments.table), ("png", picture_path(arguments))):
-        check_writable(f"--{name}", path)
     if Path(picture_path(arguments)).resolve() == Path(arguments.table).resolve():
         raise ValueError(f"--table {arguments.table}: the picture would overwrite it: give --png another name")
+    check_outputs({"--table": arguments.table, "--png": picture_path(arguments)}, make_folders=False)
     if arguments.profile is not None:
         load_profile(arguments.profile, setting="--profile")
     if Path(arguments.table).exists():

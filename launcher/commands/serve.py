@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from megakv.launcher.ranks import command_line, start_ranks
-from megakv.launcher.settings import add_engine_arguments, check_engine_arguments, make_folders, mesh_on_hosts
+from megakv.launcher.settings import add_engine_arguments, check_engine_arguments, check_files, mesh_on_hosts
 from megakv.serving.http.listener import listening_socket
 from megakv.serving.http.settings import ApiKeys, HttpSettings
 from megakv.serving.settings import ServingSettings
@@ -115,7 +115,7 @@ def run(arguments: argparse.Namespace) -> None:
     http = http_settings(arguments)
     cp, tp = mesh_on_hosts(arguments)
     if arguments.hostfile is None:
-        make_folders(arguments)
+        check_files(arguments)
         # Before ranks take their time to start; on another host the first of them looks.
         listening_socket(http).close()
     start = {"ranks": cp * tp, "threads": arguments.threads, "hostfile": arguments.hostfile}

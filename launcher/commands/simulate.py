@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakv.tracking.files import write_whole
+from megakv.tracking.files import check_outputs, write_whole
 
 if TYPE_CHECKING:
     from megakv.costmodel.presets import Hardware
@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     from megakv.tracking.timeline import draw_timelines, write_trace
 
     begun = time.perf_counter()
+    check_outputs({f"--{name}": getattr(arguments, name) for name in ("png", "trace", "json")})
     machine = hardware(arguments.hardware, setting="--hardware")
     disturbances, model = _disturbances(arguments), _model(arguments, machine)
     new, cached = (arguments.context,) * arguments.batch, (arguments.cached,) * arguments.batch

@@ -17,9 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Draw one report, or two."""
+    from megakv.tracking.files import check_outputs
     from megakv.tracking.report import load_report
     from megakv.tracking.timeline import draw_timelines, write_trace
 
+    inputs = {"REPORT": arguments.report, "--beside": arguments.beside}
+    check_outputs({"PNG": arguments.png, "--trace": arguments.trace}, inputs)
     report = load_report(arguments.report)
     others = [load_report(arguments.beside)] if arguments.beside else []
     draw_timelines([report, *others], arguments.png)

@@ -38,6 +38,7 @@ th{{color:#5b636c;font-weight:600}}td:first-child,th:first-child,.t{{text-align:
 .scroll{{overflow-x:auto;margin:.5em 0 1.2em}}
 .facts td{{text-align:left}}.scroll.facts td{{white-space:normal;overflow-wrap:anywhere;min-width:9em}}
 .facts td:first-child,.facts th{{color:#5b636c}}
+.facts td:first-child,.scroll.facts td:first-child{{overflow-wrap:normal;min-width:0}}
 .picture img{{display:block;width:100%;min-width:52em}}
 pre,.answer{{background:#f5f6f8;padding:.8em;overflow:auto;max-height:30em;white-space:pre-wrap;margin:.4em 0}}
 details{{margin:.5em 0}}summary{{cursor:pointer;font-weight:600}}

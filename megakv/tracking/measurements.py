@@ -100,6 +100,33 @@ class CandidateCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class LogitComparison:
+    """Logits along the tokens of a run, where these part from those of plain transformers on one process."""
+
+    # Where tokens part first: which answer and which of its tokens, counted from 1.
+    answer: Count
+    token: Count
+    gap: Number  # By which plain transformers prefers another token than the run, at most.
+    moved: Number  # Largest difference between both in a logit of such tokens.
+    difference: Number  # Largest difference between both in any logit.
+    # Largest difference between ways to run plain transformers: by one attention and another, and token by token.
+    spread: Number
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether tokens part because of rounding: by no more than plain transformers differs from itself."""
+        return max(self.gap, self.moved) <= self.spread
+
+    def __str__(self) -> str:
+        return (
+            f"answer {self.answer}, token {self.token}: logits of tokens in question are up to {self.gap:.3g} apart "
+            f"in plain transformers and up to {self.moved:.3g} off it, all logits up to {self.difference:.3g}; plain "
+            f"transformers' own spread is {self.spread:.3g}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class OffloadStep:
     """One pass over keys and values that lie off the accelerator."""
 

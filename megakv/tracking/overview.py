@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megakv.tracking.measurements import CAPTURED, PERCENTILES, PrefillPlan
-from megakv.tracking.report import RunReport
+from megakv.tracking.report import Answer, RunReport
 from megakv.tracking.served import ServedTraffic
 from megakv.tracking.tables import passes_by_plan
 from megakv.tracking.units import duration
@@ -37,11 +37,24 @@ def overview(report: RunReport) -> dict[str, str]:
         "mesh": where if simulated is None else f"{where}, simulated: {simulated}",
         "dtype": report.dtype or str(setting(report, "dtype") or "-").removeprefix("torch."),
         **methods(report),
-        "tokens": f"{report.prompt_tokens:,} prompt + {report.new_tokens:,} new",
+        "tokens": token_counts(report),
         "TTFT": duration(report.ttft_s) + (f" ({rate:,.0f} tokens/s)" if rate else ""),
         "TTIT": duration(report.ttit_s),
-        "tokens equal to plain transformers": {True: "yes", False: "NO", None: "not compared"}[report.tokens_equal],
+        "tokens equal to plain transformers": _equality(report),
     }
+
+
+def _equality(report: RunReport) -> str:
+    words = {True: "yes", False: "NO", None: "not compared"}[report.tokens_equal]
+    if report.logits is None:
+        return words
+    return f"no, at a near tie: {report.logits}" if report.logits.near_tie else f"{words}: {report.logits}"
+
+
+def token_counts(report: RunReport | Answer) -> str:
+    """Tokens that were read and generated, and beside them what was cached before."""
+    cached = f" (behind {report.cached_tokens:,} cached)" if report.cached_tokens else ""
+    return f"{report.prompt_tokens or 0:,} prompt{cached} + {report.new_tokens or 0:,} new"
 
 
 def served(traffic: ServedTraffic) -> dict[str, str]:

@@ -16,7 +16,7 @@ from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.overview import overview, served
 from megakv.tracking.report import RunReport, load_report
 from megakv.tracking.tables import comparison, rank_seconds, report_tables
-from megakv.tracking.timeline import draw_timelines, has_events
+from megakv.tracking.timeline import default_end, draw_timelines, drawn_part, has_events
 from megakv.tracking.units import duration, shown
 
 MOST_RUNS = 16
@@ -117,5 +117,8 @@ def _answers(report: RunReport) -> str:
 
 def _timelines(runs: Sequence[tuple[str, RunReport]]) -> str:
     order = f"<p>From the top: {text(', '.join(name for name, _ in runs))}.</p>" if len(runs) > 1 else ""
-    drawn = picture(partial(draw_timelines, [report for _, report in runs]), "Compute and communication of every rank")
-    return order + drawn
+    reports = [report for _, report in runs]
+    drawn = picture(partial(draw_timelines, reports), "Compute and communication of every rank")
+    parts = {name: drawn_part(report, max(map(default_end, reports))) for name, report in runs}
+    said = (f"{text(name)}: {part}" if len(runs) > 1 else part for name, part in parts.items() if part)
+    return order + drawn + "".join(f"<p>Drawn: {words}.</p>" for words in said)

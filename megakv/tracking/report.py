@@ -13,6 +13,7 @@ from megakv.tracking.measurements import (
     Count,
     Event,
     HeadBalance,
+    LogitComparison,
     Number,
     OffloadStep,
     PrefillPlan,
@@ -85,8 +86,9 @@ class Answer:
     question: str | None  # ``None`` where the prompt is one text.
     answer: str  # The generated text.
     tokens: list[Count] = field(default_factory=list)  # Its tokens.
-    # Computed in this turn: the first one's hold the document.
+    # Computed in this turn: the first one's hold the document. Those of earlier turns are cached.
     prompt_tokens: Count | None = None
+    cached_tokens: Count | None = None
     new_tokens: Count | None = None
     ttft_s: Number | None = None
     ttit_s: Number | None = None
@@ -117,9 +119,10 @@ class RunReport:
     ttit_s: float | None
     step_s: list[Number] = field(default_factory=list)  # From each new token to the next: their mean is `ttit_s`.
     generated_s: float | None = None  # Time to the last token.
-    # Over the whole batch.
+    # Over the whole batch: tokens of the prompt that were computed, and those generated.
     prompt_tokens: int
     new_tokens: int
+    cached_tokens: Count = 0  # Of the prompt, those whose keys and values were there from earlier turns.
     ranks: list[RankReport]  # In rank order, one for each of the ``cp * tp`` ranks.
     # See `megakv.tracking.machine`.
     versions: dict[str, str]
@@ -135,6 +138,7 @@ class RunReport:
     settings: dict[str, Any] = field(default_factory=dict)
     answers: list[Answer] = field(default_factory=list)
     tokens_equal: bool | None = None
+    logits: LogitComparison | None = None  # Where tokens were compared and part.
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     def __post_init__(self) -> None:
@@ -159,6 +163,7 @@ class RunReport:
             "ttit_s": self.ttit_s,
             **percentiles("ttit_s", self.step_s),
             "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens or None,
             "new_tokens": self.new_tokens,
             "prompt_tokens_per_s": self.prompt_tokens / self.ttft_s if self.ttft_s else None,
             "kv_bytes_max": max(report.kv_bytes for report in self.ranks),

@@ -109,7 +109,7 @@ def answers(report: RunReport) -> Table:
     """Latencies of every turn of a job, by percentile too; of the texts nothing."""
     records: list[dict[str, Cell]] = []
     for number, answer in enumerate(report.answers, 1):
-        names = ("prompt_tokens", "new_tokens", "ttft_s", "ttit_s")
+        names = ("prompt_tokens", "cached_tokens", "new_tokens", "ttft_s", "ttit_s")
         # Every row has the columns of the longest answer, also one of a single token.
         tails = percentiles("ttit_s", answer.step_s) or dict.fromkeys(percentiles("ttit_s", [0.0]))
         records.append({"answer": number, **{name: getattr(answer, name) for name in names}, **tails})

@@ -67,7 +67,7 @@ def draw_timelines(
             for lane, rank in enumerate(ranks):
                 _draw_rank(axes, rank, lane, begin, end, until)
             _draw_phases(axes, report, begin, end)
-            _draw_frame(part, axes, report, ranks, height)
+            _draw_frame(part, axes, report, ranks, height, "" if window else drawn_part(report, end))
 
 
 def has_events(report: RunReport) -> bool:
@@ -75,9 +75,25 @@ def has_events(report: RunReport) -> bool:
     return any(rank.events for rank in report.ranks)
 
 
+def _last_end(report: RunReport) -> float:
+    return max((event.end for rank in report.ranks for event in rank.events), default=0.0)
+
+
+def drawn_part(report: RunReport, end: float) -> str:
+    """Words for the part of a run that a picture up to `end` shows; empty where it shows all."""
+    last = _last_end(report)
+    if end >= last:
+        return ""
+    if report.ttft_s is None or not report.step_s:
+        return f"the first {duration(end)} of {duration(last)}"
+    # Sums of the same times may be rounded differently.
+    known = np.cumsum([report.ttft_s, *report.step_s]) <= end * (1 + 1e-9)
+    return f"the prompt and the first {max(0, known.sum() - 1)} of {len(report.step_s)} decoded tokens"
+
+
 def default_end(report: RunReport) -> float:
     """Seconds of the prefill and about eight decoded tokens; the whole run if it is no longer than that."""
-    last = max((event.end for rank in report.ranks for event in rank.events), default=0.0)
+    last = _last_end(report)
     if report.ttft_s is None:
         return last if last > 0 else 1e-3
     shown = report.ttft_s + max(8 * (report.ttit_s or 0.0), 0.1 * report.ttft_s)
@@ -149,11 +165,11 @@ def _draw_phases(axes: Axes, report: RunReport, begin: float, end: float) -> Non
 
 
 def _draw_frame(
-    figure: SubFigure, axes: Axes, report: RunReport, ranks: Sequence[RankReport], height_in: float
+    figure: SubFigure, axes: Axes, report: RunReport, ranks: Sequence[RankReport], height_in: float, shown: str
 ) -> None:
     from matplotlib.patches import Patch
 
-    axes.set_xlabel("milliseconds since the start")
+    axes.set_xlabel("milliseconds since the start" + (f"; drawn: {shown}" if shown else ""))
     axes.grid(axis="x", zorder=0.6)
     several = len({rank.host for rank in report.ranks}) > 1
     labels = [
@@ -172,7 +188,8 @@ def _draw_frame(
     title = [Path(report.model).name[:48], f"CP{report.mesh['cp']} x TP{report.mesh['tp']}", *latencies]
     left, top = _LEFT_IN / _WIDTH_IN, 1 - 0.14 / height_in
     figure.text(left, top, "   ·   ".join(title), fontsize=12.5, va="top", weight="bold")
-    subtitle = f"{report.prompt_tokens:,} prompt tokens, {report.new_tokens:,} new tokens"
+    cached = f" behind {report.cached_tokens:,} cached" if report.cached_tokens else ""
+    subtitle = f"{report.prompt_tokens:,} prompt tokens{cached}, {report.new_tokens:,} new tokens"
     if "simulated" in report.machine:
         subtitle += f", simulated on {report.machine['simulated']}"
     if len(ranks) < len(report.ranks):

@@ -9,7 +9,7 @@ from typing import Any
 
 from megakv.errors import MegaKVError
 from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
-from megakv.tracking.files import drawn, write_whole
+from megakv.tracking.files import check_outputs, drawn, write_whole
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.report import RunReport, report_to_json
 from megakv.tracking.tables import Table, answers, by_layer, comparison, operations, report_tables
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class Tracker:
     """Writes what ``megakv.tracking`` asks for. Build one on every rank; only rank 0 writes.
 
-    Raises ValueError if W&B is enabled but not installed (on every rank), or a folder cannot be made (on rank 0).
+    Raises ValueError if W&B is enabled but not installed (on every rank), or a file cannot be written (on rank 0).
     """
 
     def __init__(self, config: TrackingConfig, run_config: dict[str, Any], rank: int):
@@ -30,8 +30,8 @@ class Tracker:
         # Nothing is written on other ranks: every method below finds nothing to do.
         self._config = config if rank == 0 else TrackingConfig()
         self._step = 0
-        self._csv = Path(config.csv.output_path, config.csv.job_name) if self._config.csv.enabled else None
-        self._make_folders()
+        self._csv = _csv_folder(self._config)
+        check_files(self._config)
         self._wandb = WandbRun(config.wandb, run_config) if self._config.wandb.enabled else None
 
     @property
@@ -96,23 +96,21 @@ class Tracker:
             self._wandb.close()
         self._csv = self._wandb = None
 
-    def _make_folders(self) -> None:
-        """Find out now, not after an hour of prefill, that a result cannot be written."""
-        config = self._config
-        folders = {
-            "csv.output_path": self._csv,
-            "json": Path(config.json_path).parent if config.json_path else None,
-            "timeline": Path(config.timeline).parent if config.timeline else None,
-        }
-        for setting, folder in folders.items():
-            try:
-                if folder is not None:
-                    folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise ValueError(
-                    f"megakv.tracking.{setting}: the folder {folder} cannot be made ({error.strerror}); "
-                    "give a path that this user can write to"
-                ) from error
+
+def check_files(config: TrackingConfig) -> None:
+    """Refuse now, not after an hour of prefill, what could not be written."""
+    folder = _csv_folder(config)
+    files = {
+        # A file as there will be several.
+        "csv.output_path": None if folder is None else folder / "ttft_s.csv",
+        "json": config.json_path,
+        "timeline": config.timeline,
+    }
+    check_outputs({f"megakv.tracking.{name}": path for name, path in files.items()})
+
+
+def _csv_folder(config: TrackingConfig) -> Path | None:
+    return Path(config.csv.output_path, config.csv.job_name) if config.csv.enabled else None
 
 
 def _write(setting: str, path: str, write: Callable[[str], None]) -> None:

@@ -65,7 +65,7 @@ def main() -> None:
                 verdict = "correct" if correct else "WRONG"
                 print(f"hidden number {prompter.number}, answer {outcome.answer.strip()!r}: {verdict}")
             publish(outcome, arguments, correct=correct, expected=prompter.number)
-        if own_rank() == 0 and (correct is False or outcome.tokens_equal is False):
+        if own_rank() == 0 and (correct is False or outcome.wrong):
             sys.stdout.flush()
             raise SystemExit(1)
 

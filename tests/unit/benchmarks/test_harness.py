@@ -113,6 +113,16 @@ def test_impossible_shapes_are_refused_by_name(argv: list[str], named: str, caps
     assert named in capsys.readouterr().err
 
 
+def test_results_that_cannot_be_written_are_refused_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options("results")
+    options.output()
+    with pytest.raises(SystemExit):
+        options.parse(["--json", str(tmp_path)])
+    assert f"--json {tmp_path}: cannot be written: Is a directory" in capsys.readouterr().err
+
+
 def test_report_chart_and_table(tmp_path: Path) -> None:
     rows = [
         {"method": "a", "ranks": 2, "context": 4096, "seconds": [3.0, 1.0, 2.5],

@@ -99,9 +99,9 @@ def test_real_wandb_offline(report, tmp_path):
     data = json.loads(table.read_text())
     assert data["columns"] == [
         "answer",
-        *"prompt_tokens new_tokens ttft_s ttit_s ttit_s/p50 ttit_s/p90 ttit_s/p99".split(),
+        *"prompt_tokens cached_tokens new_tokens ttft_s ttit_s ttit_s/p50 ttit_s/p90 ttit_s/p99".split(),
     ]
-    assert [row[0] for row in data["data"]] == [1, 2] and data["data"][0][5] == 0.5
+    assert [row[0] for row in data["data"]] == [1, 2] and data["data"][0][6] == 0.5
     picture, _ = directory.glob("files/media/images/timeline_*.png")
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     table, _ = directory.glob("files/media/table/communication_*.json")
@@ -182,6 +182,7 @@ def test_only_rank_0_writes(report, tmp_path, monkeypatch):
     [
         ({"json": "file/r.json"}, "megakv.tracking.json"),
         ({"timeline": "file/t.png"}, "megakv.tracking.timeline"),
+        ({"json": "."}, r"megakv.tracking.json \.: cannot be written: Is a directory"),
         ({"csv": {"enabled": True, "output_path": "file"}}, "megakv.tracking.csv.output_path"),
     ],
 )
@@ -193,8 +194,8 @@ def test_a_path_that_cannot_be_written_is_refused_before_the_run(tmp_path, monke
 
 
 def test_a_report_that_cannot_be_written_says_so_and_leaves_nothing(report, tmp_path):
-    (tmp_path / "r.json").mkdir()
     tracker = Tracker(TrackingConfig(json=str(tmp_path / "r.json")), {}, 0)
+    (tmp_path / "r.json").mkdir()
     with pytest.raises(MegaKVError, match="megakv.tracking.json"):
         tracker.log_report(report)
     assert [path.name for path in tmp_path.iterdir()] == ["r.json"]

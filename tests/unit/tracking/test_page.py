@@ -239,7 +239,16 @@ for (const [width, source] of %s) {
     const page = frame.contentDocument;
     const boxes = [...page.querySelectorAll(".scroll")].filter(box => box.scrollWidth > box.clientWidth);
     const { scrollWidth, clientWidth } = page.documentElement;
-    found.push({width, hidden: scrollWidth - clientWidth, boxes: boxes.length,
+    const broken = [...page.querySelectorAll(".facts td:first-child")].flatMap(label => {
+      const words = [...label.textContent.matchAll(/\\S+/g)];
+      return words.filter(word => {
+        const range = page.createRange();
+        range.setStart(label.firstChild, word.index);
+        range.setEnd(label.firstChild, word.index + word[0].length);
+        return range.getClientRects().length > 1;
+      }).map(word => word[0]);
+    });
+    found.push({width, hidden: scrollWidth - clientWidth, boxes: boxes.length, broken,
                 bar: page.querySelector(".chart i").getBoundingClientRect().width});
     document.title = JSON.stringify(found);
   };
@@ -254,16 +263,19 @@ def test_a_phone_shows_it_without_scrolling_sideways(report: RunReport, tmp_path
         pytest.skip("there is no chromium, chromium-browser or google-chrome on the PATH")
     report.model, report.generated_s = "/a/long/path/" + "x" * 300, 9.0
     report.ranks[0].host = "h" * 200
-    html = page([("first", report), ("second", eventless(random_report(random.Random(8), cp=4, tp=1)))])
-    frames = json.dumps([[width, html] for width in (390, 1280)]).replace("</", "<\\/")
+    runs = [("first", report), ("second", eventless(random_report(random.Random(8), cp=4, tp=1)))]
+    both, one = page(runs), page(runs[:1])
+    frames = json.dumps([[390, both], [391, one], [1280, both]]).replace("</", "<\\/")
     (tmp_path / "frames.html").write_text(FRAMES % frames)
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
     command += ["--virtual-time-budget=10000", "--dump-dom", (tmp_path / "frames.html").as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     title = re.search(r"<title>(.*?)</title>", done.stdout)
     assert title is not None, done.stderr[-2000:]
-    small, large = sorted(json.loads(unescape(title[1])), key=lambda frame: frame["width"])
-    assert small["hidden"] == large["hidden"] == 0
+    small, single, large = sorted(json.loads(unescape(title[1])), key=lambda frame: frame["width"])
+    assert small["hidden"] == single["hidden"] == large["hidden"] == 0
+    # Names of facts are broken between words alone.
+    assert small["broken"] == single["broken"] == large["broken"] == []
     # Wide tables and pictures scroll inside their boxes; a bar is as wide as its share of the axis.
     assert small["boxes"] > large["boxes"] > 0 and 0 < small["bar"] < large["bar"]
 

@@ -1,11 +1,14 @@
 import json
+import math
 
 import matplotlib.image
 import numpy as np
 import pytest
 
 from megakv.tracking.measurements import Event
-from megakv.tracking.timeline import busy_share, default_end, draw_timelines, write_trace
+from megakv.tracking.page import page
+from megakv.tracking.timeline import busy_share, default_end, draw_timelines, drawn_part, write_trace
+from megakv.tracking.units import duration
 from tests.unit.tracking.reports import random_report
 
 BLUE, ORANGE, RED = (0x2F, 0x6D, 0xB3), (0xF2, 0xB8, 0x72), (0xB3, 0x26, 0x1E)
@@ -59,7 +62,16 @@ def test_window_chooses_what_is_seen(report, tmp_path):
 def test_the_default_end_holds_prefill_and_first_tokens(random_source):
     report = random_report(random_source, new_tokens=200)
     last = max(event.end for event in report.ranks[0].events)
-    assert report.ttft_s + 8 * report.ttit_s <= default_end(report) < last
+    end = default_end(report)
+    assert report.ttft_s + 8 * report.ttit_s <= end < last
+    shown = math.floor((end - report.ttft_s) / report.ttit_s * (1 + 1e-9))
+    words = f"the prompt and the first {shown} of 199 decoded tokens"
+    assert shown >= 8 and drawn_part(report, end) == words and drawn_part(report, last) == ""
+    assert f"Drawn: {words}." in page([("run", report)])
+    assert f"<p>Drawn: run: {words}.</p>" in page([("run", report), ("again", report)])
+    # A simulated run has no time of each token.
+    report.step_s = []
+    assert drawn_part(report, end) == f"the first {duration(end)} of {duration(last)}"
 
 
 def test_a_run_without_events_or_tokens_still_draws(report, tmp_path):
