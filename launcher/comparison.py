@@ -26,8 +26,14 @@ def plain_turns(
     directory, device = local_directory(model), engine.mesh.device
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
+    # What both cannot do alike is left out of both.
+    plain.generation_config = engine.module.generation_config
     # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.
-    unasked = {"prefill_chunk_size", *(() if options["do_sample"] else ("prompt_lookup_num_tokens",))}
+    unasked = {
+        "prefill_chunk_size",
+        "return_dict_in_generate",
+        *(() if options["do_sample"] else ("prompt_lookup_num_tokens",)),
+    }
     whole = {name: value for name, value in options.items() if name not in unasked}
     found, cache = [], None
     for index, (prompt, sequences) in enumerate(tqdm(turns, desc="plain transformers", unit="answer")):

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from megakv.errors import MegaKVError
 from megakv.json_files import read_json
 from megakv.weights.gguf import SUFFIX, gguf_directory
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 ANSWER_S = 5.0
 """How long the hub may take for its first answer: without a network nobody should wait for it."""
@@ -83,3 +84,16 @@ def read_config(place: Path) -> PreTrainedConfig:
     except Exception as error:  # each config's own checks raise what they like
         reason = " ".join(str(error).split())
         raise MegaKVError(f"{path} describes no model that transformers knows: {reason}") from error
+
+
+def read_generation_config(directory: Path) -> GenerationConfig:
+    """The defaults of `generate` in a checkpoint directory; older ones have them in config.json."""
+    own = (directory / GENERATION_FILE).is_file()
+    name = GENERATION_FILE if own else CONFIG_FILE
+    try:
+        return GenerationConfig.from_pretrained(directory, config_file_name=name, _from_model_config=not own)
+    except Exception as error:  # transformers raises what its checks and the JSON's reader do
+        reason = " ".join(str(error).split())
+        raise MegaKVError(
+            f"{directory / name} holds no defaults of generate: {reason}; correct or remove it"
+        ) from error

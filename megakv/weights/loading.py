@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
@@ -22,7 +22,7 @@ from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
 from megakv.offload.weights import LayerWeights, layer_weights
 from megakv.weights.checkpoint import CheckpointWeights
-from megakv.weights.folder import local_directory, read_config
+from megakv.weights.folder import local_directory, read_config, read_generation_config
 from megakv.weights.fp8 import FP8, SCALE, check_device, quantise, use_fp8
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
@@ -128,6 +128,7 @@ def build_model(
         config = read_config(directory)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
+        model.generation_config = read_generation_config(directory)
     heads = head_map(model.config) if callable(head_map) else head_map
     heads = heads or contiguous_head_map(*head_counts(model.config), tp_size)
     placement = plan_placement(model, heads, tp_rank)
@@ -150,8 +151,6 @@ def build_model(
     _materialise(model, source, placement, dtypes, device, away, progress=progress)
     if away is not None:
         away.withdraw(model, device)
-    if directory is not None and (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
     model.eval()
     kept = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     return LoadedModel(model, heads, placement, source.bytes_read, kept, away)

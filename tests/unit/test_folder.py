@@ -1,5 +1,6 @@
 """The folder of a model is found here or on the hub, or a message says at once what is missing."""
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 from huggingface_hub import constants
 
 from megakv.errors import MegaKVError
-from megakv.weights.folder import local_directory, read_config
+from megakv.weights.folder import local_directory, read_config, read_generation_config
+from tests.families import llama
 
 
 def test_no_directory(tmp_path: Path) -> None:
@@ -85,3 +87,17 @@ def test_a_folder_around_the_model_names_it(tmp_path: Path) -> None:
     (inner / "config.json").write_text("{}")
     with pytest.raises(MegaKVError, match="did you mean .*snapshots/0123"):
         read_config(tmp_path)
+
+
+def test_defaults_of_generate_come_from_the_file_that_has_them(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.5}))
+    assert read_generation_config(tmp_path).repetition_penalty == 1.5
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    found = read_generation_config(tmp_path)
+    assert found.top_k == 7 and found.repetition_penalty is None
+    for broken in ("{", '{"compile_config": {}}', "[]"):
+        (tmp_path / "generation_config.json").write_text(broken)
+        with pytest.raises(MegaKVError, match=r"generation_config.json holds no defaults .*; correct or remove it$"):
+            read_generation_config(tmp_path)
