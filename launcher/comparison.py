@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM
 
 from megakv.engine import MegaKVEngine
-from megakv.weights.folder import local_directory
+from megakv.weights.folder import local_directory, read_config
+from megakv.weights.model_class import model_class
 
 
 def plain_turns(
@@ -25,7 +25,8 @@ def plain_turns(
     print("megakv: running plain transformers on one process, to compare", flush=True)
     directory, device = local_directory(model), engine.mesh.device
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
+    config = read_config(directory)
+    plain = model_class(config).from_pretrained(directory, config=config, dtype=engine.module.dtype).eval().to(device)
     # What both cannot do alike is left out of both.
     plain.generation_config = engine.module.generation_config
     # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.

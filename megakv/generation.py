@@ -48,6 +48,18 @@ def check_tokens(ids: Any) -> None:
         raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
 
 
+def check_vocabulary(ids: Tensor, mask: Any, model: PreTrainedModel) -> None:
+    """Refuse tokens ``[B, S]`` that the model has not; those that the mask hides may be anything."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config().vocab_size)
+    wrong = (ids < 0) | (ids >= size)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        wrong &= mask.to(wrong.device) != 0
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        where = f"input_ids[{row}, {column}] = {int(ids[row, column])}"
+        raise ValueError(f"{where} is no token: the model has {size}, from 0 to {size - 1}")
+
+
 def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Refuse the options of `generate` that cannot work."""
     for name, reason in REFUSED_OPTIONS.items():

@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
@@ -24,6 +24,7 @@ from megakv.offload.weights import LayerWeights, layer_weights
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.folder import local_directory, read_config, read_generation_config
 from megakv.weights.fp8 import FP8, SCALE, check_device, quantise, use_fp8
+from megakv.weights.model_class import model_class
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
@@ -54,16 +55,18 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
     A model that transformers does not know, that is quantised or that MegaKV cannot serve is a `ValueError`.
     """
-    quantised = getattr(config, "quantization_config", None)
+    configs = (config, config.get_text_config())
+    quantised = next((found for each in configs if (found := getattr(each, "quantization_config", None))), None)
     if quantised is not None:
         method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
         raise ValueError(
             f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
             "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
         )
+    family = model_class(config)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    check_support(type(model), config)
+        model = family._from_config(config, dtype=dtype)
+    check_support(family, config)
     model.tie_weights()
     _renew_tables(model, model)
     return model
@@ -119,7 +122,9 @@ def build_model(
     directory: Path | None = None
     if isinstance(model_or_path, nn.Module):
         if not isinstance(model_or_path, PreTrainedModel):
-            raise ValueError(f"model is a {type(model_or_path).__name__}, not a transformers PreTrainedModel or a path")
+            hint = "; give its merge_and_unload()" if hasattr(model_or_path, "merge_and_unload") else ""
+            kind = type(model_or_path).__name__
+            raise ValueError(f"model is a {kind}, not a transformers PreTrainedModel or a path{hint}")
         model = model_or_path
         check_support(type(model), model.config)
         dtype = dtype or model.dtype

@@ -46,6 +46,25 @@ def test_what_are_no_tokens_is_refused_with_how_to_make_them(pair: tuple[Any, An
                 call(given)
 
 
+def test_tokens_that_the_model_has_not(pair: tuple[Any, Any]) -> None:
+    _, engine = pair
+    size = engine.module.config.vocab_size
+    for wrong in (size, -1, 10**9):
+        ids = torch.randint(3, 190, (2, LENGTH))
+        ids[1, 4] = wrong
+        session = engine.session()
+        session.generate(torch.ones(2, 3, dtype=torch.long), max_new_tokens=1)
+        message = rf"^input_ids\[1, {{}}\] = {wrong} is no token: the model has {size}, from 0 to {size - 1}$"
+        for call, column in ((engine.generate, 4), (engine.forward, 4), (session.generate, 8)):
+            with pytest.raises(ValueError, match=message.format(column)):
+                call(ids)
+        # A session stays as it was, and what the mask hides is never read.
+        assert session.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=1).shape == (2, 6)
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        assert engine(ids, attention_mask=mask).logits.shape == (2, LENGTH, size)
+
+
 def test_gradients_are_refused(pair: tuple[Any, Any]) -> None:
     """Compiled calls know nothing of them: they would be wrong without a word."""
     plain, engine = pair
