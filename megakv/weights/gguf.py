@@ -33,8 +33,8 @@ def gguf_directory(source: Path, cache: Path = CACHE) -> Path:
         name, number, count = part.groups()
         first, last = (f"{name}-{each}-of-{count}.gguf" for each in ("00001", count))
         raise MegaKVError(
-            f"model {source} is part {int(number)} of {int(count)} of a split GGUF file, {first} to {last}: join them by "
-            f"llama.cpp's `llama-gguf-split --merge {first} {name}.gguf`, and give {name}.gguf"
+            f"model {source} is part {int(number)} of {int(count)} of a split GGUF file, {first} to {last}: join them "
+            f"by llama.cpp's `llama-gguf-split --merge {first} {name}.gguf`, and give {name}.gguf"
         )
     try:
         with open(source, "rb") as file:
