@@ -36,6 +36,8 @@ class Call:
     user: str
     special: bool = False
     """Whether special tokens are part of the text."""
+    continues: bool = False
+    """Whether answers go on in the text of their prompt."""
     form: Form | None = None
     """What the text must be."""
     compresses: bool = False
@@ -62,6 +64,7 @@ def make_call(
     logprobs: int | None = None,
     generation: dict[str, Any] | None = None,
     special: bool = False,
+    continues: bool = False,
     form: Form | None = None,
 ) -> Call:
     """Checked against the model and the limits; `asked` is how many tokens an answer may have, `usual` where unsaid.
@@ -95,6 +98,7 @@ def make_call(
         priority=body.priority,
         user=user,
         special=special,
+        continues=continues,
         form=form,
         compresses=body.compress_cache,
     )
