@@ -232,7 +232,7 @@ def main() -> None:
             gc.freeze()
             torch.manual_seed(arguments.seed)
             turns = Turns(tokenizer, chat=not arguments.no_chat_template)
-            chat = Chat(engine, tokenizer, turns, generation_options(arguments, tokenizer))
+            chat = Chat(engine, tokenizer, turns, generation_options(arguments, tokenizer, engine.module))
             prompt = None
             if own_rank() == 0:
                 prompt = Prompt(chat.interrupts, chat.question, chat.names)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from megakv.engine import MegaKVEngine
 from megakv.injection.policy import depends_on_length
 from megakv.tracking.measurements import LogitComparison
-from megakv.weights.folder import local_directory
+from megakv.weights.folder import local_directory, read_config
+from megakv.weights.model_class import model_class
 
 SCORES_BYTES = 1 << 28
 """Attention weights that a step of an eager pass may take for one layer."""
@@ -45,7 +46,10 @@ def compare_turns(
     print("megakv: running plain transformers on one process, to compare", flush=True)
     directory, device = local_directory(model), engine.mesh.device
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=engine.module.dtype).eval().to(device)
+    config = read_config(directory)
+    plain = model_class(config).from_pretrained(directory, config=config, dtype=engine.module.dtype).eval().to(device)
+    # What both cannot do alike is left out of both.
+    plain.generation_config = engine.module.generation_config
     # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.
     unasked = {"prefill_chunk_size", *(() if options["do_sample"] else ("prompt_lookup_num_tokens",))}
     whole = {name: value for name, value in options.items() if name not in unasked}

@@ -65,9 +65,19 @@ class JobParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
-def generation_options(arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Of `generate`, as the arguments of `add_settings_arguments`, and `add_lookup_argument`, ask for them."""
+def generation_options(
+    arguments: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+) -> dict[str, Any]:
+    """Options of `generate`, as the arguments of `add_settings_arguments`, and `add_lookup_argument`, ask for them.
+
+    What the model's files say of several answers gives way, and rank 0 says so.
+    """
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
+    options |= {"return_dict_in_generate": False}
+    for name in ("num_beams", "num_return_sequences"):
+        options[name] = 1
+        if (given := getattr(model.generation_config, name, None) or 1) > 1 and own_rank() == 0:
+            print(f"megakv: {name} = {given} of the model's files is left out: an answer is shown as it comes")
     if options["do_sample"]:
         options |= {"temperature": arguments.temperature, "top_p": arguments.top_p}
     if arguments.prefill_chunk_size is not None:
@@ -124,7 +134,7 @@ def run_job(
     # other ranks wait. So does looking through it now, on ranks that may have different errors to report.
     gc.freeze()
     mesh, first = engine.mesh, engine.mesh.rank == 0
-    options = generation_options(arguments, tokenizer)
+    options = generation_options(arguments, tokenizer, engine.module)
     if len(prompts) > 1:
         check_conversation(prompts, options, LengthLimits(engine.module, config))
     if first:
@@ -140,7 +150,7 @@ def run_job(
         torch.manual_seed(arguments.seed + index)
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if first else None
         with prefill_bar(engine.module, shown=first and index == 0):
-            output = session.generate(ids.to(mesh.device), streamer=streamer, **options, **with_logits)
+            output = session.generate(ids.to(mesh.device), streamer=streamer, **options | with_logits)
         report = engine.report()
         sequences = output.sequences if with_logits else output
         end = sequences.shape[1] - report.new_tokens

@@ -111,7 +111,7 @@ def compare(arguments: argparse.Namespace, config: MegaKVConfig, prompts: Prompt
         other.megakv.fairkv.mapping = str(folder.mapping)
         found.placements.append(Placement("mapped", megakv.init_inference(arguments.model, other)))
         # Steps are what is measured: no answer ends early.
-        options = generation_options(arguments, read_tokenizer(arguments.model))
+        options = generation_options(arguments, read_tokenizer(arguments.model), engine.module)
         options["min_new_tokens"] = arguments.max_new_tokens
         reading = {"repeats": arguments.repeats, "seed": arguments.seed}
         found.tokens_equal = read_in_turn(found.placements, held_out, options, **reading)

@@ -36,6 +36,7 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
 from megakv.fairkv.replicas import HeadReplicas
+from megakv.generation import own_defaults
 from megakv.injection.layer_kind import is_kind
 from megakv.injection.ownership import check_unused, own_config
 from megakv.laws import CombinationError
@@ -198,6 +199,9 @@ def _make_engine(
         )
         if loaded.layer_weights is not None:
             owned.callback(loaded.layer_weights.close)
+        for note in owned.enter_context(own_defaults(loaded.module)):
+            if mesh.rank == 0:
+                logger.warning("%s", note)
         return loaded
 
     loaded = agreement.together(load)

@@ -27,6 +27,7 @@ from megakv.generation import (
     candidates_beyond,
     check_options,
     check_tokens,
+    check_vocabulary,
     given_option,
     new_token_limit,
     pad_left,
@@ -136,7 +137,8 @@ class MegaKVEngine(InferenceEngine):
         ids = kwargs.get("input_ids", args[0] if args else None)
         with self.agreement.call(), on_device(self.mesh.device):
             if ids is not None:
-                self._check_prompt(ids, kwargs.get("past_key_values"), {"max_new_tokens": 0})
+                given = (ids, kwargs.get("attention_mask", args[1] if len(args) > 1 else None))
+                self._check_prompt(*given, kwargs.get("past_key_values"), {"max_new_tokens": 0})
             return self.module(*args, **kwargs)
 
     @without_autograd
@@ -175,7 +177,7 @@ class MegaKVEngine(InferenceEngine):
             check_options(self.module, options)
             mask, embeds = options.get("attention_mask"), options.get("inputs_embeds")
             if ids is not None:
-                self._check_prompt(ids, None, options)
+                self._check_prompt(ids, mask, None, options)
                 if cache.length >= ids.shape[1]:
                     raise ValueError(f"the cache holds {cache.length} tokens already and input_ids adds none")
                 if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != ids.shape[1]:
@@ -377,8 +379,9 @@ class MegaKVEngine(InferenceEngine):
 
     # Inside
 
-    def _check_prompt(self, ids: Tensor, past: Any, options: dict[str, Any]) -> None:
+    def _check_prompt(self, ids: Tensor, mask: Any, past: Any, options: dict[str, Any]) -> None:
         check_tokens(ids)
+        check_vocabulary(ids, mask, self.module)
         if ids.numel() == 0:
             raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
         held = past.get_seq_length() if past is not None else 0

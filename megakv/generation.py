@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from zlib import crc32
 
@@ -32,6 +33,10 @@ REFUSED_OPTIONS = {
 }
 
 
+REPLACED_DEFAULTS = {**REFUSED_OPTIONS, "use_cache": "MegaKV answers from its sharded cache, with the same tokens"}
+"""Options that give way where a model's files alone ask for them."""
+
+
 def check_tokens(ids: Any) -> None:
     """Refuse what is no ``[B, S]`` tensor of tokens, and say how one is made."""
     if not isinstance(ids, Tensor):
@@ -43,13 +48,61 @@ def check_tokens(ids: Any) -> None:
         raise ValueError(f"input_ids must be [B, S], not {list(ids.shape)}")
 
 
+def check_vocabulary(ids: Tensor, mask: Any, model: PreTrainedModel) -> None:
+    """Refuse tokens ``[B, S]`` that the model has not; those that the mask hides may be anything."""
+    size = getattr(model.get_input_embeddings(), "num_embeddings", model.config.get_text_config().vocab_size)
+    wrong = (ids < 0) | (ids >= size)
+    if isinstance(mask, Tensor) and mask.shape == ids.shape:
+        wrong &= mask.to(wrong.device) != 0
+    if bool(wrong.any()):
+        row, column = wrong.nonzero()[0].tolist()
+        where = f"input_ids[{row}, {column}] = {int(ids[row, column])}"
+        raise ValueError(f"{where} is no token: the model has {size}, from 0 to {size - 1}")
+
+
 def check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
     """Refuse the options of `generate` that cannot work."""
     for name, reason in REFUSED_OPTIONS.items():
         value = given_option(name, options, model)
-        if value is not None and value is not False and not (name == "guidance_scale" and value == 1):
+        if _asks(name, value):
             shown = type(value).__name__ if isinstance(value, torch.nn.Module | Tensor) else repr(value)
             raise ValueError(f"generate({name}={shown}) is not supported with MegaKV: {reason}")
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Whether an option with this value asks for what MegaKV does not do."""
+    if name == "use_cache":
+        return value is False
+    return value is not None and value is not False and not (name == "guidance_scale" and value == 1)
+
+
+@contextmanager
+def own_defaults(model: PreTrainedModel) -> Iterator[list[str]]:
+    """Take out of an engine's model, for a while, what its files ask for and MegaKV does not do; yields that in words.
+
+    Whoever loads a model has asked for nothing yet: only what a call asks for is refused. The config, which is the
+    engine's own, stays changed.
+    """
+    configs = {id(each): each for each in (model.config, model.config.get_text_config())}
+    outputs = [name for name in REFUSED_OPTIONS if name.startswith("output_")]
+    found = {name: getattr(model.generation_config, name, None) for name in REPLACED_DEFAULTS}
+    changed = {name: value for name, value in found.items() if _asks(name, value)}
+    notes = dict(changed)
+    for name in changed:
+        setattr(model.generation_config, name, None)
+    for config in configs.values():
+        for name in outputs:
+            if _asks(name, value := getattr(config, name, None)):
+                notes[name] = value
+                setattr(config, name, False)
+    try:
+        yield [
+            f"{name} = {value!r} of the model's files is left out: {REPLACED_DEFAULTS[name]}"
+            for name, value in notes.items()
+        ]
+    finally:
+        for name, value in changed.items():
+            setattr(model.generation_config, name, value)
 
 
 class LengthLimits:

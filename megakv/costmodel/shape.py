@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from megakv.attention.latent import expanding_pays
@@ -27,6 +27,7 @@ from megakv.costmodel.config_sizes import (
 )
 from megakv.errors import MegaKVError
 from megakv.weights.folder import local_directory, read_config
+from megakv.weights.model_class import model_class
 from megakv.weights.placement import head_counts
 
 LOG_SUM_EXP_COLUMNS = 1
@@ -252,7 +253,7 @@ def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerS
     """Weights of every layer, counted on a model without memory, and elements of the whole model."""
     with torch.device("meta"), no_init_weights():
         # An engine's config may name an attention that only its own modules have; that of the copy is another.
-        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager")
+        model = model_class(config)._from_config(copy.deepcopy(config), attn_implementation="eager")
     model.tie_weights()
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
     if not lists:

@@ -31,6 +31,9 @@ REFUSED_INPUTS = {
     "output_attentions": "attention weights are never materialised",
     "output_hidden_states": "hidden states stay on the rank that computed them",
     "token_type_ids": "only plain causal text models are supported",
+    **dict.fromkeys(
+        ("pixel_values", "pixel_values_videos", "input_features", "image_embeds"), "MegaKV reads text alone"
+    ),
 }
 
 

@@ -111,6 +111,8 @@ def attention_function(
     It is given ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` of this rank's packed tokens, after rotary.
     """
     mask = described_mask(module, attention_mask)
+    # As transformers' own functions take it where they are given no mask.
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if dropout or is_causal is False or not REFUSED_ARGUMENTS.isdisjoint(kwargs):
         refused = sorted(name for name in REFUSED_ARGUMENTS if kwargs.get(name) is not None)
         if dropout:

@@ -73,6 +73,15 @@ def takes_positions(model: PreTrainedModel) -> bool:
     return passes_on and "position_ids" in inspect.signature(type(model.get_decoder()).forward).parameters
 
 
+def _of_text(given: Tensor, mask: NDArray[np.bool_]) -> Tensor:
+    """``[B, T]`` of positions that are counted along the axes of images, too, ``[A, B, T]``: of text all are equal."""
+    if given.dim() < 3:
+        return given
+    if not bool((given == given[:1])[:, upload(mask, given.device).expand(given.shape[1:])].all()):
+        raise ValueError(f"position_ids {list(given.shape)} are those of images or videos: MegaKV reads text alone")
+    return given[0]
+
+
 class Positions:
     """How a model numbers tokens: by what it is given, along the mask, by slot, or by code of its own."""
 
@@ -99,6 +108,7 @@ class Positions:
             else:
                 given = count.create_position_ids_from_input_ids(ids, padding, upload(past, ids.device))
         if given is not None and self._given:
+            given = _of_text(given, mask[:, -length:])
             positions = given.detach().cpu().numpy().astype(np.int64).reshape(-1, length)
         elif self._counted:
             counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)

@@ -45,9 +45,14 @@ def check_support(family: type[PreTrainedModel], config: PreTrainedConfig) -> No
     with init_empty_weights(include_buffers=False), no_init_weights():
         # An instance that an engine used before has a name in its config that only MegaKV knows.
         model = family._from_config(deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager").eval()
-    reason = _unknown_inputs(model) or _other_mixers(model) or _uncounted(model)
+    checks = (_no_language_model, _unknown_inputs, _other_mixers, _unknown_attention, _uncounted)
+    reason = next(filter(None, (check(model) for check in checks)), None)
     if reason is not None:
         raise ValueError(f"model type {config.model_type!r} ({family.__name__}) is not supported: {reason}")
+
+
+def _no_language_model(model: PreTrainedModel) -> str | None:
+    return None if model.can_generate() else "it generates no text; load the model by AutoModelForCausalLM"
 
 
 def _unknown_inputs(model: PreTrainedModel) -> str | None:
@@ -81,6 +86,12 @@ def _other_mixers(model: PreTrainedModel) -> str | None:
             if not around and set(STATES) & inspect.signature(type(module).forward).parameters.keys():
                 return f"{name} in decoder layer {index} keeps a state of its own beside attention"
     return None
+
+
+def _unknown_attention(model: PreTrainedModel) -> str | None:
+    """Why attention cannot be found in so many layers as the config names."""
+    known, count = len({module.layer_idx for module in attention_modules(model)}), _count(model)
+    return f"MegaKV finds attention in {known} of the {count} layers that its config names" if known < count else None
 
 
 def _uncounted(model: PreTrainedModel) -> str | None:

@@ -21,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # Pages of a mapped file count as this process's memory until the file is closed.
 MAPPED_BYTES = 64 << 20
-FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 ADVICE = (
     "convert it once with a trusted machine's `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which "
     "writes safetensors"
@@ -57,6 +57,23 @@ def _weight_map(directory: Path) -> dict[str, str] | None:
     if missing:
         raise MegaKVError(f"{directory} lacks {', '.join(missing)}, which {INDEX} names; fetch it again")
     return found
+
+
+def stored_dtype(directory: Path) -> torch.dtype | None:
+    """The type of the first weights of a checkpoint, which are taken for all as transformers takes them; None where a
+    folder has none that can be read.
+    """
+    index = directory / INDEX
+    try:
+        name = SINGLE
+        if not (directory / SINGLE).is_file():
+            name = min(json.loads(index.read_text())["weight_map"].values())
+        with safe_open(directory / name, framework="pt") as file:
+            kinds = (file.get_slice(key).get_dtype() for key in file.keys())  # noqa: SIM118
+            return next((FLOATS[kind] for kind in kinds if kind in FLOATS), None)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError):
+        # Whoever reads the weights says what is wrong with them.
+        return None
 
 
 class StoredTensors:

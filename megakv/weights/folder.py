@@ -7,13 +7,17 @@ from pathlib import Path
 
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
 from megakv.errors import MegaKVError
 from megakv.json_files import read_json
+from megakv.weights.files import stored_dtype
 from megakv.weights.gguf import SUFFIX, gguf_directory
+from megakv.weights.model_class import find_class
 
 CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 ANSWER_S = 5.0
 """How long the hub may take for its first answer: without a network nobody should wait for it."""
@@ -64,8 +68,12 @@ def _reason(problem: Exception | None) -> str:
 
 
 def read_config(place: Path) -> PreTrainedConfig:
-    """The config of a checkpoint directory, or of such a file itself."""
+    """The config of a checkpoint directory, or of such a file itself: that of the model which answers in text.
+
+    It names the type of the weights, their own where config.json has none.
+    """
     path = place if place.is_file() else place / CONFIG_FILE
+    _check_adapter(path)
     if not path.is_file():
         near = sorted(found.parent for inner in ("*", "snapshots/*") for found in place.glob(f"{inner}/{CONFIG_FILE}"))
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -79,7 +87,46 @@ def read_config(place: Path) -> PreTrainedConfig:
         hint = f"did you mean {' or '.join(map(repr, names))}?" if names else "code beside a model is never run"
         raise MegaKVError(f"{path}: model_type = {kind!r} is none that transformers knows; {hint}")
     try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each config's own checks raise what they like
         reason = " ".join(str(error).split())
         raise MegaKVError(f"{path} describes no model that transformers knows: {reason}") from error
+    found = find_class(config)
+    config = config if found is None else found[1]
+    text = config.get_text_config()
+    config.dtype = text.dtype = config.dtype or text.dtype or stored_dtype(path.parent)
+    return config
+
+
+def _check_adapter(config: Path) -> None:
+    """Refuse a folder with an adapter, which transformers applies where peft is installed."""
+    path = config.parent / ADAPTER_FILE
+    if not path.is_file():
+        return
+    values = read_json(path, str(path))
+    values = values if isinstance(values, dict) else {}
+    base, kind = values.get("base_model_name_or_path"), values.get("peft_type", "PEFT")
+    merge = "AutoPeftModelForCausalLM.from_pretrained({!r}, dtype='auto').merge_and_unload().save_pretrained('MERGED')"
+    if not config.is_file():
+        raise MegaKVError(
+            f"{path.parent} is a {kind} adapter of {base!r}, and MegaKV serves whole models: merge it where peft is "
+            f'installed, by python -c "from peft import *; {merge.format(str(path.parent))}", and copy the tokenizer'
+        )
+    raise MegaKVError(
+        f"{path.parent} holds a model and a {kind} adapter, which transformers would apply: remove {ADAPTER_FILE} to "
+        "serve the model alone; or move adapter_* to a folder of their own and merge them where peft is installed, by "
+        f'python -c "from peft import *; {merge.format("FOLDER")}"'
+    )
+
+
+def read_generation_config(directory: Path) -> GenerationConfig:
+    """The defaults of `generate` in a checkpoint directory; older ones have them in config.json."""
+    own = (directory / GENERATION_FILE).is_file()
+    name = GENERATION_FILE if own else CONFIG_FILE
+    try:
+        return GenerationConfig.from_pretrained(directory, config_file_name=name, _from_model_config=not own)
+    except Exception as error:  # transformers raises what its checks and the JSON's reader do
+        reason = " ".join(str(error).split())
+        raise MegaKVError(
+            f"{directory / name} holds no defaults of generate: {reason}; correct or remove it"
+        ) from error

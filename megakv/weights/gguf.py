@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shutil
 import uuid
 from pathlib import Path
@@ -18,10 +19,21 @@ PLAIN = {"F32": torch.float32, "F16": torch.float16}
 """Types of matrices that are kept; all others become bfloat16."""
 
 
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+"""Name, number and count of a file that llama.cpp has split."""
+
+
 def gguf_directory(source: Path, cache: Path = CACHE) -> Path:
     """The folder in the cache that a GGUF file was converted to, now or earlier; it is named by the file's checksum."""
     if not source.is_file():
         raise MegaKVError(f"model {str(source)!r}: there is no such GGUF file")
+    if (part := PART.fullmatch(source.name)) and int(part[3]) > 1:
+        name, number, count = part.groups()
+        first, last = (f"{name}-{each}-of-{count}.gguf" for each in ("00001", count))
+        raise MegaKVError(
+            f"model {source} is part {int(number)} of {int(count)} of a split GGUF file, {first} to {last}: join them "
+            f"by llama.cpp's `llama-gguf-split --merge {first} {name}.gguf`, and give {name}.gguf"
+        )
     try:
         (digest,) = KeptDigests(cache).of([source]).values()
         target = cache / f"{source.stem}-{digest[:16]}"
@@ -68,11 +80,18 @@ def _stored_dtype(source: Path) -> torch.dtype:
     from gguf import GGUFReader
 
     try:
-        kinds = {tensor.tensor_type.name for tensor in GGUFReader(source).tensors if len(tensor.shape) > 1}
+        reader = GGUFReader(source)
+        parts = int(split.contents()) if (split := reader.get_field("split.count")) else 1
+        kinds = {tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1}
     except OSError:
         raise
     except Exception as error:  # whatever its bytes lead the reader to
         raise MegaKVError(f"model {source} is cut short or no GGUF file ({error}); fetch it again") from error
+    if parts > 1:
+        raise MegaKVError(
+            f"model {source} is one of {parts} parts of a split GGUF file: give them their names back and join them by "
+            "llama.cpp's `llama-gguf-split --merge`"
+        )
     if not kinds:
         raise MegaKVError(f"model {source} holds no weights: a GGUF file of a whole model is needed")
     return PLAIN.get(kinds.pop(), torch.bfloat16) if len(kinds) == 1 else torch.bfloat16

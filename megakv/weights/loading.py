@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
@@ -23,8 +23,9 @@ from megakv.offload.config import OffloadConfig
 from megakv.offload.weights import LayerWeights, layer_weights
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
-from megakv.weights.folder import local_directory, read_config
+from megakv.weights.folder import local_directory, read_config, read_generation_config
 from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
+from megakv.weights.model_class import model_class
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
@@ -58,16 +59,18 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
 
     A model that transformers does not know, that is quantised or that MegaKV cannot serve is a `ValueError`.
     """
-    quantised = getattr(config, "quantization_config", None)
+    configs = (config, config.get_text_config())
+    quantised = next((found for each in configs if (found := getattr(each, "quantization_config", None))), None)
     if quantised is not None:
         method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
         raise ValueError(
             f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
             "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
         )
+    family = model_class(config)
     with init_empty_weights(include_buffers=False), no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    check_support(type(model), config)
+        model = family._from_config(config, dtype=dtype)
+    check_support(family, config)
     model.tie_weights()
     _renew_tables(model, model)
     return model
@@ -123,7 +126,9 @@ def build_model(
     directory: Path | None = None
     if isinstance(model_or_path, nn.Module):
         if not isinstance(model_or_path, PreTrainedModel):
-            raise ValueError(f"model is a {type(model_or_path).__name__}, not a transformers PreTrainedModel or a path")
+            hint = "; give its merge_and_unload()" if hasattr(model_or_path, "merge_and_unload") else ""
+            kind = type(model_or_path).__name__
+            raise ValueError(f"model is a {kind}, not a transformers PreTrainedModel or a path{hint}")
         model = model_or_path
         check_support(type(model), model.config)
         if (how := quantised_by(model)) is not None:
@@ -135,6 +140,7 @@ def build_model(
         config = read_config(directory)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
+        model.generation_config = read_generation_config(directory)
     heads = head_map(model.config) if callable(head_map) else head_map
     heads = heads or contiguous_head_map(*head_counts(model.config), tp_size)
     placement = plan_placement(model, heads, tp_rank)
@@ -161,8 +167,6 @@ def build_model(
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)
-    if directory is not None and (directory / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(directory)
     model.eval()
     tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in plain_parts(tensor))
     kept = sum(tensor.nbytes for tensor in tensors)

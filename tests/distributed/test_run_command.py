@@ -30,6 +30,9 @@ def test_questions_share_one_prefill_of_standard_input(tmp_path: Path) -> None:
     out, page = tmp_path / "out.json", tmp_path / "made" / "page.html"
     # It ends answers, sometimes: the next turn begins behind what ended them.
     model = save_model(tmp_path / "model", chat=True, eos_token_id=0)
+    # What the user did not ask for must not stop the run.
+    defaults = {"eos_token_id": 0, "cache_implementation": "hybrid", "num_beams": 2, "return_dict_in_generate": True}
+    (model / "generation_config.json").write_text(json.dumps(defaults))
     asked = [word for question in QUESTIONS for word in ("--question", question)]
     words = command(model, "--cp", 2, "--dtype", "fp32", *asked, "--max-new-tokens", NEW_TOKENS, "--compare")
     words += ["--json", str(out), "--report", str(page)]
@@ -44,6 +47,8 @@ def test_questions_share_one_prefill_of_standard_input(tmp_path: Path) -> None:
     assert all(answer["prompt_tokens"] < 10 and answer["ttft_s"] > 0 for answer in answers[1:])
     assert f"megakv: {model}: 2 ranks on this machine, CP 2 x TP 1" in result.stdout
     assert all(f"> {question}\n" in result.stdout for question in QUESTIONS)
+    assert result.stdout.count("num_beams = 2 of the model's files is left out") == 1
+    assert result.stderr.count("cache_implementation = 'hybrid' of the model's files is left out") == 1
     told = page.read_text()
     assert f"page: {page}" in result.stdout and told.startswith("<!DOCTYPE html>") and "not compared" not in told
     # Not a word from the launcher.

@@ -1,14 +1,21 @@
 """The folder of a model is found here or on the hub, or a message says at once what is missing."""
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
 
+from megakv.costmodel.shape import ModelShape
+from megakv.dry_run import dry_run
 from megakv.errors import MegaKVError
-from megakv.weights.folder import local_directory, read_config
+from megakv.weights.folder import local_directory, read_config, read_generation_config
+from megakv.weights.loading import build_model
+from tests.families import llama
 
 
 def test_no_directory(tmp_path: Path) -> None:
@@ -79,9 +86,59 @@ def test_folders_without_a_model(tmp_path: Path, content: str | None, message: s
         read_config(tmp_path)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_adapters_are_named_as_such(beside: bool, tmp_path: Path) -> None:
+    values = {"peft_type": "LORA", "base_model_name_or_path": "someone/base", "r": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
+    if beside:
+        llama().save_pretrained(tmp_path)
+        message = (
+            "holds a model and a LORA adapter, .*: remove adapter_config.json to serve the model alone; or .*merge"
+        )
+    else:
+        message = (
+            r"is a LORA adapter of 'someone/base', .*: merge it .*merge_and_unload\(\)\.save_pretrained\('MERGED'\)"
+        )
+    for read in (read_config, ModelShape.from_path):
+        with pytest.raises((MegaKVError, ValueError), match=message):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_config_without_a_type_has_that_of_the_weights(sharded: bool, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(llama(), dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="100KB" if sharded else "1GB")
+    path = tmp_path / "config.json"
+    path.write_text(
+        json.dumps({name: value for name, value in json.loads(path.read_text()).items() if "dtype" not in name})
+    )
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert read_config(tmp_path).dtype == ModelShape.from_path(tmp_path).dtype == torch.bfloat16
+    assert build_model(tmp_path, dtype=None, all_reduce=lambda tensor: tensor).module.dtype == torch.bfloat16
+    ran = dry_run(tmp_path, {}, context=16)
+    assert ran == dry_run(tmp_path, {"dtype": "bf16"}, context=16) != dry_run(tmp_path, {"dtype": "fp32"}, context=16)
+    for file in tmp_path.glob("*.safetensors"):
+        file.unlink()
+    assert read_config(tmp_path).dtype is None
+
+
 def test_a_folder_around_the_model_names_it(tmp_path: Path) -> None:
     inner = tmp_path / "snapshots" / "0123"
     inner.mkdir(parents=True)
     (inner / "config.json").write_text("{}")
     with pytest.raises(MegaKVError, match="did you mean .*snapshots/0123"):
         read_config(tmp_path)
+
+
+def test_defaults_of_generate_come_from_the_file_that_has_them(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"repetition_penalty": 1.5}))
+    assert read_generation_config(tmp_path).repetition_penalty == 1.5
+    (tmp_path / "generation_config.json").write_text('{"top_k": 7}')
+    found = read_generation_config(tmp_path)
+    assert found.top_k == 7 and found.repetition_penalty is None
+    for broken in ("{", '{"compile_config": {}}', "[]"):
+        (tmp_path / "generation_config.json").write_text(broken)
+        with pytest.raises(MegaKVError, match=r"generation_config.json holds no defaults .*; correct or remove it$"):
+            read_generation_config(tmp_path)

@@ -20,9 +20,11 @@ WIDTH, LAYERS, HEADS, MIDDLE = 64, 2, 2, 128
 TOKENS = ["<end>", *"abcdefgh", "ab"]
 
 
-def write_gguf(path: Path, kind: GGMLQuantizationType, *, leave_out: str = "") -> Path:
+def write_gguf(path: Path, kind: GGMLQuantizationType, *, leave_out: str = "", parts: int = 1) -> Path:
     """A tiny Llama with a tokenizer, its matrices in the type `kind`."""
     writer, rng = GGUFWriter(path, "llama"), np.random.default_rng(0)
+    if parts > 1:
+        writer.add_uint16("split.count", parts)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(WIDTH)
@@ -102,6 +104,21 @@ def test_broken_files(tmp_path: Path) -> None:
     with pytest.raises(MegaKVError, match=r"model '\S+absent.gguf': there is no such GGUF file"):
         local_directory(tmp_path / "absent.gguf")
     assert left_in(cache) == []
+
+
+def test_a_part_of_a_split_file_is_called_one(tmp_path: Path) -> None:
+    named = write_gguf(
+        tmp_path / "tiny-00001-of-00002.gguf", GGMLQuantizationType.F32, leave_out="output_norm", parts=2
+    )
+    message = (
+        r"is part 1 of 2 of a split GGUF file, tiny-00001-of-00002\.gguf to tiny-00002-of-00002\.gguf: join them by "
+        r"llama\.cpp's `llama-gguf-split --merge tiny-00001-of-00002\.gguf tiny\.gguf`, and give tiny\.gguf$"
+    )
+    with pytest.raises(MegaKVError, match=message):
+        gguf_directory(named, tmp_path / "cache")
+    renamed = named.rename(tmp_path / "renamed.gguf")
+    with pytest.raises(MegaKVError, match="is one of 2 parts of a split GGUF file: .* `llama-gguf-split --merge`$"):
+        gguf_directory(renamed, tmp_path / "cache")
 
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:

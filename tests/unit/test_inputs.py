@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,6 +44,25 @@ def test_what_are_no_tokens_is_refused_with_how_to_make_them(pair: tuple[Any, An
         for call in calls:
             with pytest.raises(ValueError, match=message):
                 call(given)
+
+
+def test_tokens_that_the_model_has_not(pair: tuple[Any, Any]) -> None:
+    _, engine = pair
+    size = engine.module.config.vocab_size
+    for wrong in (size, -1, 10**9):
+        ids = torch.randint(3, 190, (2, LENGTH))
+        ids[1, 4] = wrong
+        session = engine.session()
+        session.generate(torch.ones(2, 3, dtype=torch.long), max_new_tokens=1)
+        message = rf"^input_ids\[1, {{}}\] = {wrong} is no token: the model has {size}, from 0 to {size - 1}$"
+        for call, column in ((engine.generate, 4), (engine.forward, 4), (session.generate, 8)):
+            with pytest.raises(ValueError, match=message.format(column)):
+                call(ids)
+        # A session stays as it was, and what the mask hides is never read.
+        assert session.generate(torch.ones(2, 1, dtype=torch.long), max_new_tokens=1).shape == (2, 6)
+        mask = torch.ones_like(ids)
+        mask[1, :5] = 0
+        assert engine(ids, attention_mask=mask).logits.shape == (2, LENGTH, size)
 
 
 def test_gradients_are_refused(pair: tuple[Any, Any]) -> None:
@@ -188,3 +209,49 @@ def test_cutting_back_to_no_number_leaves_a_session_whole(slots: Any, pair: tupl
 
 def test_errors_can_be_caught_by_the_name_that_documents_say() -> None:
     assert issubclass(megakv.PeerLostError, megakv.MegaKVError)
+
+
+ASKED_BY_FILES = [
+    ("generation_config.json", {"cache_implementation": "hybrid"}),
+    ("generation_config.json", {"cache_implementation": "quantized", "cache_config": {"backend": "quanto"}}),
+    ("generation_config.json", {"output_attentions": True, "output_hidden_states": True}),
+    ("generation_config.json", {"guidance_scale": 1.5, "use_cache": False}),
+    ("generation_config.json", {"penalty_alpha": 0.6, "dola_layers": "high"}),
+    ("config.json", {"output_attentions": True}),
+    ("config.json", {"output_hidden_states": True, "use_cache": False}),
+]
+
+
+@pytest.mark.parametrize(("file", "asked"), ASKED_BY_FILES)
+def test_what_a_models_files_ask_for_gives_way_with_a_note(
+    file: str, asked: dict[str, Any], pair: tuple[Any, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, _ = pair
+    plain.save_pretrained(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    path = tmp_path / file
+    given = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(given | asked))
+    with megakv.init_inference(tmp_path) as engine:
+        said = [record.getMessage() for record in caplog.records if "of the model's files" in record.getMessage()]
+        ids = torch.randint(3, 190, (1, LENGTH))
+        options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": False}
+        assert torch.equal(engine.generate(ids, **options), plain.generate(ids, **options))
+        assert engine.session().generate(ids, **options).shape == (1, LENGTH + 4)
+        found = engine(ids)
+        assert not found.get("hidden_states") and not found.get("attentions")
+        for name in asked.keys() - {"cache_config"}:
+            assert sum(f"{name} = {asked[name]!r} of the model's files is left out: " in text for text in said) == 1
+        assert len(said) == len(asked.keys() - {"cache_config"})
+        # Whoever asks for it in a call is refused, as ever.
+        for name in asked.keys() - {"cache_config", "use_cache"}:
+            with pytest.raises(ValueError, match=rf"generate\({name}=.*\) is not supported with MegaKV"):
+                engine.generate(ids, **options, **{name: asked[name]})
+
+
+def test_a_modules_own_defaults_come_back(pair: tuple[Any, Any]) -> None:
+    model = copy.deepcopy(pair[0])
+    model.generation_config.cache_implementation = "static"
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        assert engine.generate(torch.ones(1, 5, dtype=torch.long), max_new_tokens=2).shape == (1, 7)
+    assert model.generation_config.cache_implementation == "static"

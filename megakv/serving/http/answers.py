@@ -92,7 +92,7 @@ class Answers:
                     form=call.form,
                     compresses=call.compresses,
                 ),
-                Detokenizer(served.tokenizer, special=call.special),
+                Detokenizer(served.tokenizer, special=call.special, behind=prompt if call.continues else ()),
                 StopStrings(call.stops),
             )
             for index, prompt in enumerate(prompt for prompt in call.prompts for _ in range(call.n))

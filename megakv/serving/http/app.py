@@ -123,6 +123,7 @@ class Service:
             usual=USUAL_COMPLETION_TOKENS,
             n=body.n or 1,
             logprobs=body.logprobs,
+            continues=True,
         )
         answers = self._answers(call)
         return await self._answered(request, body, answers, CompletionAnswer(self._served, body, answers))

@@ -37,6 +37,8 @@ class Call:
     user: str
     special: bool = False
     """Whether special tokens are part of the text."""
+    continues: bool = False
+    """Whether answers go on in the text of their prompt."""
     form: Form | None = None
     """What the text must be."""
     compresses: bool = False
@@ -64,6 +66,7 @@ def make_call(
     logprobs: int | None = None,
     generation: dict[str, Any] | None = None,
     special: bool = False,
+    continues: bool = False,
     form: Form | None = None,
 ) -> Call:
     """Checked against the model and the limits; `asked` is how many tokens an answer may have, `usual` where unsaid.
@@ -98,6 +101,7 @@ def make_call(
         key=key,
         user=user,
         special=special,
+        continues=continues,
         form=form,
         compresses=body.compress_cache,
     )

@@ -16,13 +16,21 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer:
-    """Text that is sure, token by token; a character of several tokens comes when it is whole."""
+    """Text that is sure, token by token; a character of several tokens comes when it is whole.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False):
+    A text that goes on behind other tokens keeps the space that it begins with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special: bool = False, behind: Sequence[int] = ()):
         self._tokenizer, self._special = tokenizer, special
-        self._tokens: list[int] = []
-        self._given = 0  # Letters of these tokens' text that were given out.
-        self._ends = [0]  # So many of these tokens ended with a whole character.
+        self._tokens = list(behind[-CONTEXT_TOKENS:])
+        before = self._text()
+        while BROKEN in before:
+            # Bytes of a character that begins earlier would be taken together with those of the answer.
+            del self._tokens[0]
+            before = self._text()
+        self._given = len(before)  # Letters of these tokens' text that were given out.
+        self._ends = [len(self._tokens)]  # So many of these tokens ended with a whole character.
 
     def add(self, token: int) -> str:
         """What the text has more by one more token."""

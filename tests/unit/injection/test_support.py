@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 import megakv
 from megakv.dry_run import dry_run
@@ -41,7 +41,8 @@ _REASONS = {
     "do not use transformers' attention interface": "codegen gpt_neox_japanese jetmoe megatron-bert rembert xglm",
     "attention is called 6 times for 3 decoder layers": "diffllama",
     "the model's attention mask is not a function of slots alone": "gemma4_unified llama4 llama4_text",
-    "its forward pass fails with MegaKV's attention and cache": "doge hrm_text longcat_flash minimax xmod",
+    "its forward pass fails with MegaKV's attention and cache": "doge minimax xmod",
+    "MegaKV finds attention in ": "hrm_text longcat_flash",
     "its config names no number of hidden layers": "blt",
 }
 REFUSED = {name: reason for reason, names in _REASONS.items() for name in names.split()}
@@ -154,6 +155,15 @@ def test_refused_before_weights_are_read(model_type: str, tmp_path: Path) -> Non
         build_model(tmp_path, dtype=None, all_reduce=lambda tensor: tensor)
     with pytest.raises(ValueError, match=refusal):
         dry_run(tmp_path, {"dtype": "fp32"}, context=16)
+
+
+def test_a_module_that_generates_no_text_is_refused(alone: None) -> None:
+    config = tiny_config("llama")
+    for kind in (AutoModelForSequenceClassification, AutoModel):
+        model = kind.from_config(config)
+        reason = rf"\({type(model).__name__}\) is not supported: it generates no text; load the model by AutoModelForC"
+        with pytest.raises(ValueError, match=reason):
+            megakv.init_inference(model, {"dtype": "fp32"})
 
 
 def test_a_module_that_an_engine_had_can_be_given_again(alone: None) -> None:

@@ -28,6 +28,19 @@ def test_pieces_are_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
         assert not any(BROKEN in piece for piece in found)
 
 
+def test_a_text_goes_on_behind_another(tokenizer: PreTrainedTokenizerFast) -> None:
+    for start in ("ab cd", f"ab {random_text(40)}", random_text(3) + "漢"):
+        prompt = tokenizer(start, add_special_tokens=False).input_ids
+        for answer in (" ab", "cd", f" {random_text(40)}"):
+            whole = tokenizer(start + answer, add_special_tokens=False).input_ids
+            if whole[: len(prompt)] != prompt:
+                continue
+            detokenizer = Detokenizer(tokenizer, behind=prompt)
+            found = "".join([*map(detokenizer.add, whole[len(prompt) :]), detokenizer.end()])
+            said = tokenizer.decode(prompt, clean_up_tokenization_spaces=False)
+            assert said + found == tokenizer.decode(whole, clean_up_tokenization_spaces=False)
+
+
 def test_what_is_no_text_does_not_hold_back_what_follows(tokenizer: PreTrainedTokenizerFast) -> None:
     """Random bytes."""
     for _ in range(10):
