@@ -9,8 +9,9 @@ from typing import Any
 
 from megakv.serving.form import Form
 from megakv.serving.http.errors import ApiError
+from megakv.serving.http.prompt_reader import too_long
 from megakv.serving.http.schemas import SamplingBody
-from megakv.serving.http.served_model import ServedModel, too_long
+from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Sampling
 

@@ -21,11 +21,8 @@ from megakv.serving.request import Progress
 def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
     """One or several, texts or tokens."""
     given: Any = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given[0], int):
-        return [tuple(given)]
-    return [each if isinstance(each, str) else tuple(each) for each in given]
+    several = given if isinstance(given, list) else [given]
+    return [each if isinstance(each, str) else tuple(each) for each in several]
 
 
 class CompletionAnswer:

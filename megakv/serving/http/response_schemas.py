@@ -53,7 +53,7 @@ class ResponseMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
     id: Name | None = None
     status: Name | None = None
     phase: Ignored = None
@@ -98,13 +98,14 @@ class ResponseBody(ToolsBody):
     input: (
         Text
         | Annotated[
-            list[ResponseMessage | ResponseCall | ResponseCallOutput], Field(min_length=1, max_length=MOST_MESSAGES)
+            list[ResponseMessage | ResponseCall | ResponseCallOutput],
+            Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
         ]
     )
     instructions: Text | None = None
     previous_response_id: Name | None = None
     max_output_tokens: TokenCount | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | ResponseNamedTool | None,
         one_of("""'auto', 'none', 'required' or {"type": "function", "name": NAME}"""),

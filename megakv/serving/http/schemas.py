@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from array import array
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -16,6 +20,7 @@ from pydantic import (
     model_validator,
 )
 
+MOST_FIELDS = 128
 MOST_STOPS = 16
 MOST_BIASES = 1024
 MOST_MESSAGES = 4096
@@ -23,9 +28,12 @@ MOST_TOOLS = 128
 Text = Annotated[str, Field(max_length=1 << 26)]
 Name = Annotated[str, Field(max_length=256)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
-Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None
+Stops = Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
+Token = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(max_length=1 << 24, fail_fast=True), AfterValidator(lambda ids: array("i", ids))]
+"""They become an array, which takes a ninth of a list's memory."""
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
 Ignored = Any
 """Of fields that say who asks or how to bill: nothing here goes by them."""
@@ -35,6 +43,14 @@ class Body(BaseModel):
     """Types are taken as they are: no number from a text, no flag from a number."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, value: Any) -> Any:
+        """Each unknown field would be an error of its own."""
+        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+            raise ValueError(f"has {len(value)} fields; allowed: {MOST_FIELDS}")
+        return value
 
 
 class StreamOptions(Body):
@@ -72,10 +88,10 @@ class SamplingBody(Body):
     prompt_cache_retention: Ignored = None
     service_tier: Ignored = None
 
-    @field_validator("logit_bias")
+    @field_validator("logit_bias", mode="before")
     @classmethod
-    def _few(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value is not None and len(value) > MOST_BIASES:
+    def _few(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MOST_BIASES:
             raise ValueError(f"has {len(value)} tokens; allowed: {MOST_BIASES}")
         return value
 
@@ -86,15 +102,24 @@ class SamplingBody(Body):
         return self
 
 
+def _kind_of_prompt(given: Any) -> str:
+    """By its first item: to try all kinds would take all items several times."""
+    if not isinstance(given, list):
+        return "text"
+    first = given[0] if given else 0
+    return "texts" if isinstance(first, str) else "lists of tokens" if isinstance(first, list) else "tokens"
+
+
 class CompletionBody(SamplingBody):
     """Of ``/v1/completions``."""
 
-    prompt: (
-        Text
-        | Annotated[list[Text], Field(min_length=1, max_length=256)]
-        | Annotated[list[int], Field(min_length=1, max_length=1 << 24)]
-        | Annotated[list[Annotated[list[int], Field(max_length=1 << 24)]], Field(min_length=1, max_length=256)]
-    )
+    prompt: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Field(min_length=1, max_length=256, fail_fast=True), Tag("texts")]
+        | Annotated[Tokens, Field(min_length=1), Tag("tokens")]
+        | Annotated[list[Tokens], Field(min_length=1, max_length=256, fail_fast=True), Tag("lists of tokens")],
+        Discriminator(_kind_of_prompt),
+    ]
     max_tokens: TokenCount | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -132,10 +157,10 @@ class Message(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | list[TextPart] | None = None
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     reasoning_content: Text | None = None
     refusal: Ignored = None
     annotations: Ignored = None
@@ -276,19 +301,21 @@ class TextFormat(Body):
 class ChatBody(ToolsBody):
     """Of ``/v1/chat/completions``."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_tokens: TokenCount | None = None
     max_completion_tokens: TokenCount | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | NamedTool | None,
         one_of("""'auto', 'none', 'required' or {"type": "function", "function": {"name": NAME}}"""),
     ] = None
     response_format: TextFormat | None = None
-    chat_template_kwargs: dict[Name, bool | int | float | str | None] | None = None
+    chat_template_kwargs: (
+        Annotated[dict[Name, bool | int | float | str | None], Field(max_length=MOST_FIELDS)] | None
+    ) = None
     reasoning_effort: Name | None = None
     generation_config: Text | None = None
     store: Ignored = None

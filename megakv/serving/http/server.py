@@ -48,6 +48,10 @@ class HttpServer:
         self._standing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="megakv-http", daemon=True)
 
+    def prepare(self) -> None:
+        """Begin to make ready for long requests, so that the first of them need not wait."""
+        self._service.work.start()
+
     def start(self) -> None:
         """Return when requests are taken."""
         self._thread.start()
@@ -63,6 +67,7 @@ class HttpServer:
         """End, when what was written to clients has reached them."""
         self._server.should_exit = True
         self._thread.join(2 * FAREWELL_S)
+        self._service.work.close()
 
     def _drain(self) -> None:
         if not self._service.draining:
