@@ -126,6 +126,8 @@ class _Processes:
             if self._control is not None:
                 self._control.close()
             if self._process is not None:
+                if self._process.poll() is None:
+                    os.killpg(self._process.pid, signal.SIGKILL)
                 self._process.wait()
             if self._stored is not None:
                 self._stored.close()

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -16,7 +17,6 @@ from pydantic import (
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
-    field_validator,
     model_validator,
 )
 
@@ -37,6 +37,17 @@ Tokens = Annotated[list[Token], Field(max_length=1 << 24, fail_fast=True), After
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
 Ignored = Any
 """Of fields that say who asks or how to bill: nothing here goes by them."""
+
+
+def at_most(entries: int) -> BeforeValidator:
+    """For an object: looked at before its entries are, of which each may be wrong in several ways."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > entries:
+            raise ValueError(f"has {len(value)} entries; allowed: {entries}")
+        return value
+
+    return BeforeValidator(check)
 
 
 class Body(BaseModel):
@@ -72,7 +83,12 @@ class SamplingBody(Body):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     repetition_penalty: Annotated[float, Field(ge=1e-3, le=10)] | None = None
-    logit_bias: dict[Annotated[str, Field(max_length=16)], Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=16)], Annotated[float, Field(ge=-100, le=100)]], at_most(MOST_BIASES)
+        ]
+        | None
+    ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
     ignore_eos: bool = False
@@ -87,13 +103,6 @@ class SamplingBody(Body):
     prompt_cache_key: Ignored = None
     prompt_cache_retention: Ignored = None
     service_tier: Ignored = None
-
-    @field_validator("logit_bias", mode="before")
-    @classmethod
-    def _few(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_BIASES:
-            raise ValueError(f"has {len(value)} tokens; allowed: {MOST_BIASES}")
-        return value
 
     @model_validator(mode="after")
     def _options_of_a_stream(self) -> SamplingBody:
@@ -313,9 +322,7 @@ class ChatBody(ToolsBody):
         one_of("""'auto', 'none', 'required' or {"type": "function", "function": {"name": NAME}}"""),
     ] = None
     response_format: TextFormat | None = None
-    chat_template_kwargs: (
-        Annotated[dict[Name, bool | int | float | str | None], Field(max_length=MOST_FIELDS)] | None
-    ) = None
+    chat_template_kwargs: Annotated[dict[Name, bool | int | float | str | None], at_most(MOST_FIELDS)] | None = None
     reasoning_effort: Name | None = None
     generation_config: Text | None = None
     store: Ignored = None
