@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -15,7 +16,7 @@ from megakv.serving.http.body_limits import BodyLimits, BodyScanner
 from megakv.serving.http.call import Call, make_call, read_generation_config
 from megakv.serving.http.channel import Bell
 from megakv.serving.http.chat import ChatAnswer
-from megakv.serving.http.completions import CompletionAnswer, prompts_of
+from megakv.serving.http.completions import CompletionAnswer
 from megakv.serving.http.conversations import Conversations, Turn
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.handlers import HANDLERS
@@ -78,17 +79,12 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        body = await self._body(request, ChatBody)
+        body, prompts = await self._body(request, ChatBody)
         held = held_to(body, body.response_format)
-        messages = [message.template_values() for message in body.messages]
-        tools = [function.template_values() for function in body.functions]
-        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            options["reasoning_effort"] = body.reasoning_effort
-        prompt = await self._chat_tokens(request, messages, tools, options)
+        prompts = await self._prompts(request, body, prompts)
         call = make_call(
             body,
-            [prompt],
+            prompts,
             self._served,
             self._settings,
             user=_user(request, body),
@@ -101,22 +97,17 @@ class Service:
             form=await self._form(request, held),
         )
         answers = self._answers(call)
-        parts = [self._parts(held, prompt, tools) for _ in range(answers.count)]
+        tools = [function.template_values() for function in body.functions]
+        parts = [self._parts(held, call.prompts[0], tools) for _ in range(answers.count)]
         writer = ChatAnswer(self._served, body, answers, parts)
         return await self._answered(request, body, answers, writer)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        body = await self._body(request, CompletionBody)
-        prompts = [
-            await while_listened_to(request.receive, self.work.encode(_sender(request), each))
-            if isinstance(each, str)
-            else each
-            for each in prompts_of(body)
-        ]
+        body, prompts = await self._body(request, CompletionBody)
         call = make_call(
             body,
-            prompts,
+            await self._prompts(request, body, prompts),
             self._served,
             self._settings,
             user=_user(request, body),
@@ -130,7 +121,7 @@ class Service:
 
     async def responses(self, request: Request) -> Response:
         """``/v1/responses``."""
-        body = await self._body(request, ResponseBody)
+        body, _ = await self._body(request, ResponseBody)
         held = held_to(body, body.text.format if body.text else None)
         owner, previous = _owner(request), None
         if body.previous_response_id is not None:
@@ -139,7 +130,8 @@ class Service:
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         tools = [function.template_values() for function in body.functions]
-        prompt = await self._chat_tokens(request, [*system, *before, *added], tools, {})
+        encoding = self.work.encode_chat(_sender(request), [*system, *before, *added], tools, {})
+        prompt = await while_listened_to(request.receive, encoding)
         call = make_call(
             body,
             [prompt],
@@ -159,7 +151,7 @@ class Service:
                 self._conversations.keep(name, turn)
 
         answers = self._answers(call)
-        writer = ResponseAnswer(name, body, self._parts(held, prompt, tools), answers, keep)
+        writer = ResponseAnswer(name, body, self._parts(held, call.prompts[0], tools), answers, keep)
         return await self._answered(request, body, answers, writer)
 
     async def kept_response(self, request: Request, name: str) -> Response:
@@ -205,7 +197,7 @@ class Service:
 
     # Steps of a call
 
-    async def _body(self, request: Request, kind: type[B]) -> B:
+    async def _body(self, request: Request, kind: type[B]) -> tuple[B, list[array[int]] | None]:
         if self.draining:
             raise unavailable("the server is ending; it takes no more requests")
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -220,10 +212,11 @@ class Service:
             parts.append(message.get("body", b""))
             scanner.add(parts[-1])
             more = message.get("more_body", False)
-        body = await while_listened_to(request.receive, self.work.read_body(_sender(request), kind, parts))
+        reading = self.work.read(_sender(request), kind, parts)
+        body, prompts = await while_listened_to(request.receive, reading)
         if isinstance(body, SamplingBody):
             self._check_model(body.model)
-        return body
+        return body, prompts
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:
@@ -234,13 +227,13 @@ class Service:
         reader, prompts = self._served.reader, self._settings.max_choices if kind is CompletionBody else 1
         return BodyLimits.of(reader.context, reader.longest_token, prompts)
 
-    async def _chat_tokens(
-        self, request: Request, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
-    ) -> tuple[int, ...]:
-        # Templates know the older name alone.
-        named = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        work = self.work.encode_chat(_sender(request), named, tools or None, options)
-        return await while_listened_to(request.receive, work)
+    async def _prompts(
+        self, request: Request, body: ChatBody | CompletionBody, made: list[array[int]] | None
+    ) -> list[array[int]]:
+        """The prompts, made now where they were not with the body."""
+        if made is not None:
+            return made
+        return await while_listened_to(request.receive, self.work.prompts(_sender(request), body))
 
     async def _form(self, request: Request, held: Held | None) -> Form | None:
         if held is None:

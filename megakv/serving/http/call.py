@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,7 +53,7 @@ class Call:
 
 def make_call(
     body: SamplingBody,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[array[int]],
     served: ServedModel,
     settings: HttpSettings,
     *,
@@ -86,7 +87,7 @@ def make_call(
         most = min(most, *(served.context - len(tokens) for tokens in prompts))
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Call(
-        prompts=tuple(prompts),
+        prompts=tuple(map(tuple, prompts)),
         n=n,
         max_new_tokens=min(most, settings.max_new_tokens) if asked is None else asked,
         sampling=_sampling(body, served, generation),

@@ -18,13 +18,6 @@ from megakv.serving.http.stream import BEAT, DONE, data
 from megakv.serving.request import Progress
 
 
-def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
-    """One or several, texts or tokens."""
-    given: Any = body.prompt
-    several = given if isinstance(given, list) else [given]
-    return [each if isinstance(each, str) else tuple(each) for each in several]
-
-
 class CompletionAnswer:
     """Writes the answers to one call of the endpoint."""
 

@@ -14,7 +14,7 @@ from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from megakv.serving.http.errors import ApiError, wrong_fields
-from megakv.serving.http.schemas import Body
+from megakv.serving.http.schemas import Body, ChatBody, CompletionBody
 
 USUAL_LETTERS = 4
 """Letters of a token in most texts: a text with more of them than the context holds is first counted in pieces."""
@@ -37,23 +37,44 @@ class PromptReader:
         """Letters that a token stands for at most."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
-    def read_body(self, kind: type[B], content: bytes) -> B:
-        """A body from its JSON."""
+    def read(self, kind: type[B], content: bytearray) -> tuple[B, list[array[int]] | None]:
+        """A body without its texts, and the tokens of its prompts; None of one whose texts are kept."""
+        body = self.read_body(kind, content)
+        if isinstance(body, CompletionBody):
+            return body.model_copy(update={"prompt": ""}), self.prompts(body)
+        if isinstance(body, ChatBody):
+            return body.model_copy(update={"messages": []}), self.prompts(body)
+        return body, None
+
+    def read_body(self, kind: type[B], content: bytearray) -> B:
+        """A body from its JSON, of which nothing is left."""
         try:
             value = from_json(content)
         except ValueError as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        content.clear()
         try:
             return kind.model_validate(value)
         except ValidationError as error:
             raise wrong_fields(error) from None
+
+    def prompts(self, body: CompletionBody | ChatBody) -> list[array[int]]:
+        """The tokens of what a body asks to be gone on from."""
+        if isinstance(body, CompletionBody):
+            given: Any = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+            return [self.encode(each) if isinstance(each, str) else each for each in given]
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options["reasoning_effort"] = body.reasoning_effort
+        messages = [message.template_values() for message in body.messages]
+        return [self.encode_chat(messages, [function.template_values() for function in body.functions], options)]
 
     def encode(self, text: str) -> array[int]:
         """The tokens of a plain text."""
         return self._tokens(text, special=True)
 
     def encode_chat(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> array[int]:
         """The tokens of a conversation up to where its next answer begins."""
         if self.tokenizer.chat_template is None:
@@ -64,9 +85,11 @@ class PromptReader:
             message = f"chat_template_kwargs: {taken[0]} is not for requests to say"
             raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
         self.check_letters(letters_of([messages, tools, options]))
+        # Templates know the older name alone.
+        named = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
             text = self.tokenizer.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=True, tokenize=False, **options
+                named, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
             )
         except Exception as error:  # whatever a template raises
             said = f"the model's chat template refuses these messages: {error}"

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +24,7 @@ from megakv.serving.http.errors import ApiError
 from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_process import LENGTH_BYTES
 from megakv.serving.http.prompt_reader import PromptReader, letters_of
-from megakv.serving.http.schemas import Body
+from megakv.serving.http.schemas import Body, ChatBody, CompletionBody
 
 SHORT = 32 << 10
 """Bytes of a body, or letters of a prompt, which take a few milliseconds."""
@@ -51,34 +52,35 @@ class PromptWork:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
 
-    async def read_body(self, user: str, kind: type[B], parts: list[bytes]) -> B:
-        """A body from the parts in which it came, which are taken out of the list."""
-        if sum(map(len, parts)) <= SHORT:
-            return self._reader.read_body(kind, b"".join(parts))
-        return await self._in_process(user, "read_body", (kind,), parts)
+    async def read(self, user: str, kind: type[B], parts: list[bytes]) -> tuple[B, list[array[int]] | None]:
+        """A body from the parts in which it came, which are taken out of the list.
 
-    async def encode(self, user: str, text: str) -> tuple[int, ...]:
-        """The tokens of a plain text."""
-        return await self._tokens(user, len(text), "encode", text)
+        Texts of a long one are not brought here, where that can be: the tokens of its prompts come instead.
+        """
+        if sum(map(len, parts)) <= SHORT:
+            return self._reader.read_body(kind, bytearray().join(parts)), None
+        body, prompts = await self._in_process(user, "read", (kind,), parts)
+        return body, prompts
+
+    async def prompts(self, user: str, body: CompletionBody | ChatBody) -> list[array[int]]:
+        """The tokens of a short body's prompts."""
+        return await self.in_thread(user, self._reader.prompts, body)
 
     async def encode_chat(
-        self, user: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, options: dict[str, Any]
-    ) -> tuple[int, ...]:
+        self, user: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
+    ) -> array[int]:
         """The tokens of a conversation up to where its next answer begins."""
         letters = letters_of([messages, tools, options])
         self._reader.check_letters(letters)
-        return await self._tokens(user, letters, "encode_chat", messages, tools, options)
+        if letters <= SHORT:
+            return await self.in_thread(user, self._reader.encode_chat, messages, tools, options)
+        tokens: array[int] = await self._in_process(user, "encode_chat", (messages, tools, options), [])
+        return tokens
 
     async def in_thread(self, user: str, work: Callable[..., R], *values: Any) -> R:
         """Short work."""
         async with self._short.place(user):
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *values)
-
-    async def _tokens(self, user: str, letters: int, name: str, *values: Any) -> tuple[int, ...]:
-        self._reader.check_letters(letters)
-        if letters <= SHORT:
-            return tuple(await self.in_thread(user, getattr(self._reader, name), *values))
-        return tuple(await self._in_process(user, name, values, []))
 
     async def _in_process(
         self, user: str, name: str, values: tuple[Any, ...], content: list[bytes] | None = None

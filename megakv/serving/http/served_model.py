@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -71,7 +71,7 @@ class ServedModel:
     def _form_tokenizer(self) -> LLTokenizer:
         return from_tokenizer(self.tokenizer, eos_token=sorted(self.end_ids) or None)
 
-    def check_tokens(self, tokens: tuple[int, ...], param: str) -> None:
+    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
         """Refuse what is no token."""
         for token in (min(tokens), max(tokens)):
             if not 0 <= token < self.vocabulary:

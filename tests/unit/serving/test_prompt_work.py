@@ -11,7 +11,6 @@ import psutil
 import pytest
 
 from megakv.serving.http.body_limits import BodyLimits, BodyScanner
-from megakv.serving.http.completions import prompts_of
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_reader import PIECE_LETTERS, PromptReader
@@ -108,28 +107,32 @@ def test_first_errors_alone_are_looked_for() -> None:
     ]
     for body in bodies:
         with pytest.raises(ApiError) as refused:
-            reader.read_body(CompletionBody, json.dumps({"model": "m", **body}).encode())
+            reader.read_body(CompletionBody, bytearray(json.dumps({"model": "m", **body}).encode()))
         assert few_errors(refused.value), refused.value.message
     options = dict.fromkeys(map(str, range(999)), [])
     for name, value in (("messages", [1] * 9999), ("tools", [1] * 100), ("chat_template_kwargs", options)):
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], name: value}
         with pytest.raises(ApiError) as refused:
-            reader.read_body(ChatBody, json.dumps(body).encode())
+            reader.read_body(ChatBody, bytearray(json.dumps(body).encode()))
         assert few_errors(refused.value), refused.value.message
 
 
 def test_long_work_comes_to_what_short_work_does(reader: PromptReader, work: PromptWork) -> None:
     text = random_text(2 * SHORT)
-    messages = [{"role": "user", "content": text}]
-    tools = [{"type": "function", "function": {"name": "a", "description": text}}]
-    assert run(work.encode("a", text)) == tuple(reader.encode(text))
-    assert run(work.encode_chat("a", messages, tools, {})) == tuple(reader.encode_chat(messages, tools, {}))
+    messages = [{"role": "developer", "content": text}, {"role": "user", "content": "a"}]
+    tool = {"type": "function", "function": {"name": "a", "description": text}}
+    expected = reader.encode_chat(messages, [tool], {})
+    assert run(work.encode_chat("a", messages, [tool], {})) == expected
+    content = json.dumps({"model": "m", "messages": messages, "tools": [tool], "user": "me"}).encode()
+    body, prompts = run(work.read("a", ChatBody, [content[:99], content[99:]]))
+    assert prompts == [expected] and body.user == "me" and body.functions[0].description == text
     tokens = [[random.randrange(400) for _ in range(SHORT)], [1]]
     content = json.dumps({"model": "m", "prompt": tokens}).encode()
-    body = run(work.read_body("a", CompletionBody, [content[:99], content[99:]]))
-    assert [list(prompt) for prompt in prompts_of(body)] == tokens
+    assert [list(prompt) for prompt in run(work.read("a", CompletionBody, [content]))[1]] == tokens
+    content = json.dumps({"model": "m", "prompt": [text, "a"]}).encode()
+    assert run(work.read("a", CompletionBody, [content]))[1] == [reader.encode(text), reader.encode("a")]
     with pytest.raises(ApiError, match="prompt.tokens.1: Input should be a valid integer"):
-        run(work.read_body("a", CompletionBody, [b'{"model":"m","prompt":[1,', b"true," * SHORT, b"1]}"]))
+        run(work.read("a", CompletionBody, [b'{"model":"m","prompt":[1,', b"true," * SHORT, b"1]}"]))
 
 
 def test_all_text_of_a_chat_counts() -> None:
@@ -145,7 +148,7 @@ def test_all_text_of_a_chat_counts() -> None:
         ([{"role": "assistant", "content": "", "reasoning_content": long}, user], None),
     ):
         with pytest.raises(ApiError, match="longer than the model's context of 64 tokens"):
-            reader.encode_chat(messages, tools, {})
+            reader.encode_chat(messages, tools or [], {})
 
 
 def test_a_text_with_too_many_tokens_is_not_made_into_tokens_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,18 +168,20 @@ def test_work_ends_with_whoever_waits_for_it(reader: PromptReader, work: PromptW
     async def main() -> None:
         forks = psutil.Process(work._processes._process.pid).children
         # It takes many seconds.
-        text = "漢字" * (1 << 20)
-        waiting = [asyncio.create_task(work.encode("a", text)) for _ in range(PLACES + 2)]
+        long = [[{"role": "user", "content": "漢字" * (1 << 20)}], [], {}]
+        waiting = [asyncio.create_task(work.encode_chat("a", *long)) for _ in range(PLACES + 2)]
         while len(forks()) < PLACES:
             await asyncio.sleep(0.02)
         # Short work does not wait for it.
-        assert await work.encode("b", "ab") == tuple(reader.encode("ab"))
+        short = CompletionBody(model="m", prompt="ab")
+        assert await work.prompts("b", short) == [reader.encode("ab")]
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         while forks():
             await asyncio.sleep(0.02)
-        assert await work.encode("b", "ab" * SHORT) == tuple(reader.encode("ab" * SHORT))
+        messages = [{"role": "user", "content": "ab" * SHORT}]
+        assert await work.encode_chat("b", messages, [], {}) == reader.encode_chat(messages, [], {})
 
     run(main())
 
