@@ -21,7 +21,7 @@ from megakv.serving.http.errors import ApiError
 from megakv.serving.http.prompt_reader import PromptReader
 
 LENGTH_BYTES = 8
-NICENESS = 10
+NICENESS = 5
 """Streams come first where there are few cores."""
 
 
