@@ -3,6 +3,7 @@
 import json
 import random
 import resource
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -168,6 +169,30 @@ def test_large_bodies_beside_streams(server: Server, capsys: pytest.CaptureFixtu
     check(server, 8, capsys)
 
 
+def test_a_client_that_left_ends_its_work_and_keeps_nobody_waiting(server: Server) -> None:
+    [prompts] = server.first_rank.children()
+    description = " ".join(random.choices(["aa", "ab", "ba"], k=200_000))
+    tool = {"type": "function", "function": {"name": "a", "description": description}}
+    body = {"model": NAME, "messages": [{"role": "user", "content": "aa"}], "tools": [tool]}
+    content = json.dumps(body).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(content)}\r\n"
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=MOST_S) as client:
+        client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + content)
+        while not (forks := prompts.children()):
+            time.sleep(0.001)
+        # Now it does not end by itself.
+        forks[0].suspend()
+        short = {"model": NAME, "messages": [{"role": "user", "content": "aa"}], "max_tokens": 1}
+        assert post(server, "/v1/chat/completions", json.dumps(short).encode()).status_code == 200
+        assert forks[0].is_running()
+    deadline = time.monotonic() + MOST_S
+    while prompts.children():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_two_hundred_large_bodies_beside_streams(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     check(server, 200, capsys)
