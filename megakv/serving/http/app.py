@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from array import array
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -24,7 +23,7 @@ from megakv.serving.http.held import Held, held_to
 from megakv.serving.http.metrics import Metrics
 from megakv.serving.http.page import Page
 from megakv.serving.http.parts import Parts, free_parts
-from megakv.serving.http.prompt_work import PromptWork
+from megakv.serving.http.prompt_work import Prompts, PromptWork
 from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.responses import ResponseAnswer, messages_of
 from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, SamplingBody
@@ -197,7 +196,7 @@ class Service:
 
     # Steps of a call
 
-    async def _body(self, request: Request, kind: type[B]) -> tuple[B, list[array[int]] | None]:
+    async def _body(self, request: Request, kind: type[B]) -> tuple[B, Prompts | None]:
         if self.draining:
             raise unavailable("the server is ending; it takes no more requests")
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -227,9 +226,7 @@ class Service:
         reader, prompts = self._served.reader, self._settings.max_choices if kind is CompletionBody else 1
         return BodyLimits.of(reader.context, reader.longest_token, prompts)
 
-    async def _prompts(
-        self, request: Request, body: ChatBody | CompletionBody, made: list[array[int]] | None
-    ) -> list[array[int]]:
+    async def _prompts(self, request: Request, body: ChatBody | CompletionBody, made: Prompts | None) -> Prompts:
         """The prompts, made now where they were not with the body."""
         if made is not None:
             return made

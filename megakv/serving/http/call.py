@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +52,7 @@ class Call:
 
 def make_call(
     body: SamplingBody,
-    prompts: Sequence[array[int]],
+    prompts: Sequence[tuple[int, ...]],
     served: ServedModel,
     settings: HttpSettings,
     *,
@@ -75,7 +74,6 @@ def make_call(
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
-        served.check_tokens(tokens, "prompt")
         if served.context is not None and len(tokens) + (asked or 1) > served.context:
             raise too_long(f"a prompt of {len(tokens)} tokens with an answer of up to {asked or 1}", served.context)
     if asked is not None and asked > settings.max_new_tokens:
@@ -87,7 +85,7 @@ def make_call(
         most = min(most, *(served.context - len(tokens) for tokens in prompts))
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     return Call(
-        prompts=tuple(map(tuple, prompts)),
+        prompts=tuple(prompts),
         n=n,
         max_new_tokens=min(most, settings.max_new_tokens) if asked is None else asked,
         sampling=_sampling(body, served, generation),

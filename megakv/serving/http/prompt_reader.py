@@ -31,6 +31,7 @@ class PromptReader:
     name: str
     tokenizer: PreTrainedTokenizerBase
     context: int | None
+    vocabulary: int
 
     @cached_property
     def longest_token(self) -> int:
@@ -62,12 +63,22 @@ class PromptReader:
         """The tokens of what a body asks to be gone on from."""
         if isinstance(body, CompletionBody):
             given: Any = body.prompt if isinstance(body.prompt, list) else [body.prompt]
-            return [self.encode(each) if isinstance(each, str) else each for each in given]
+            return [self.encode(each) if isinstance(each, str) else self._checked(each) for each in given]
         options: dict[str, Any] = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
             options["reasoning_effort"] = body.reasoning_effort
         messages = [message.template_values() for message in body.messages]
-        return [self.encode_chat(messages, [function.template_values() for function in body.functions], options)]
+        tools = [function.template_values() for function in body.functions]
+        return [self.encode_chat(messages, tools, options)]
+
+    def _checked(self, tokens: array[int]) -> array[int]:
+        """Tokens; refuses what is no token, and what is longer than the context."""
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.vocabulary:
+                raise ApiError(400, f"prompt: {token} is no token; allowed: 0 to {self.vocabulary - 1}", param="prompt")
+        if self.context is not None and len(tokens) > self.context:
+            raise too_long(f"a prompt of {len(tokens)} tokens", self.context)
+        return tokens
 
     def encode(self, text: str) -> array[int]:
         """The tokens of a plain text."""
@@ -110,7 +121,7 @@ class PromptReader:
                 found += len(self._encode(text[begin : begin + PIECE_LETTERS], special=False))
                 if found > most:
                     raise too_long(f"a prompt of {len(text)} characters", self.context)
-        return array("i", self._encode(text, special=special))
+        return self._checked(array("i", self._encode(text, special=special)))
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         made = self.tokenizer(

@@ -32,6 +32,7 @@ PLACES = 2
 """Pieces of work at a time, of those that are short and of those that are not."""
 B = TypeVar("B", bound=Body)
 R = TypeVar("R")
+Prompts = list[tuple[int, ...]]
 
 
 class PromptWork:
@@ -52,7 +53,7 @@ class PromptWork:
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._processes.close()
 
-    async def read(self, user: str, kind: type[B], parts: list[bytes]) -> tuple[B, list[array[int]] | None]:
+    async def read(self, user: str, kind: type[B], parts: list[bytes]) -> tuple[B, Prompts | None]:
         """A body from the parts in which it came, which are taken out of the list.
 
         Texts of a long one are not brought here, where that can be: the tokens of its prompts come instead.
@@ -60,22 +61,21 @@ class PromptWork:
         if sum(map(len, parts)) <= SHORT:
             return self._reader.read_body(kind, bytearray().join(parts)), None
         body, prompts = await self._in_process(user, "read", (kind,), parts)
-        return body, prompts
+        return body, None if prompts is None else await _apart(prompts)
 
-    async def prompts(self, user: str, body: CompletionBody | ChatBody) -> list[array[int]]:
+    async def prompts(self, user: str, body: CompletionBody | ChatBody) -> Prompts:
         """The tokens of a short body's prompts."""
-        return await self.in_thread(user, self._reader.prompts, body)
+        return await _apart(await self.in_thread(user, self._reader.prompts, body))
 
     async def encode_chat(
         self, user: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
-    ) -> array[int]:
+    ) -> tuple[int, ...]:
         """The tokens of a conversation up to where its next answer begins."""
         letters = letters_of([messages, tools, options])
         self._reader.check_letters(letters)
         if letters <= SHORT:
-            return await self.in_thread(user, self._reader.encode_chat, messages, tools, options)
-        tokens: array[int] = await self._in_process(user, "encode_chat", (messages, tools, options), [])
-        return tokens
+            return tuple(await self.in_thread(user, self._reader.encode_chat, messages, tools, options))
+        return tuple(await self._in_process(user, "encode_chat", (messages, tools, options), []))
 
     async def in_thread(self, user: str, work: Callable[..., R], *values: Any) -> R:
         """Short work."""
@@ -163,6 +163,15 @@ class _Processes:
         if not right:
             raise ApiError(*found)
         return found
+
+
+async def _apart(prompts: list[array[int]]) -> Prompts:
+    """Tokens as requests have them; others get their turn between two prompts."""
+    found = []
+    for tokens in prompts:
+        found.append(tuple(tokens))
+        await asyncio.sleep(0)
+    return found
 
 
 async def _received(link: socket.socket, length: int) -> bytearray:

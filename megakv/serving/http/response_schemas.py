@@ -10,13 +10,13 @@ from megakv.serving.http.schemas import (
     MOST_MESSAGES,
     MOST_TOOLS,
     Body,
+    Content,
     Function,
     FunctionName,
     Ignored,
     JsonSchema,
     Name,
     Text,
-    TextPart,
     TokenCount,
     ToolsBody,
     one_of,
@@ -53,7 +53,7 @@ class ResponseMessage(Body):
 
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
+    content: Content
     id: Name | None = None
     status: Name | None = None
     phase: Ignored = None

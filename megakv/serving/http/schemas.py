@@ -146,6 +146,14 @@ class TextPart(Body):
     logprobs: Ignored = None
 
 
+def _joined(content: str | list[TextPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+Content = Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], AfterValidator(_joined)]
+"""A text, of parts too."""
+
+
 class FunctionCall(Body):
     """What the model asked to be called."""
 
@@ -166,7 +174,7 @@ class Message(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
@@ -184,9 +192,7 @@ class Message(Body):
 
     def template_values(self) -> dict[str, Any]:
         """As chat templates take it."""
-        parts = self.content
-        values: dict[str, Any] = {"role": self.role}
-        values["content"] = "".join(part.text for part in parts) if isinstance(parts, list) else parts or ""
+        values: dict[str, Any] = {"role": self.role, "content": self.content or ""}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 values[name] = value

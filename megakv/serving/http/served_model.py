@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -58,7 +58,7 @@ class ServedModel:
     @cached_property
     def reader(self) -> PromptReader:
         """Makes tokens of texts."""
-        return PromptReader(self.name, self.tokenizer, self.context)
+        return PromptReader(self.name, self.tokenizer, self.context, self.vocabulary)
 
     def form(self, make: Callable[[LLTokenizer], Form], field: str) -> Form:
         """Of answers, in this model's tokens; `field` is that of a request which asks for it."""
@@ -70,9 +70,3 @@ class ServedModel:
     @cached_property
     def _form_tokenizer(self) -> LLTokenizer:
         return from_tokenizer(self.tokenizer, eos_token=sorted(self.end_ids) or None)
-
-    def check_tokens(self, tokens: Sequence[int], param: str) -> None:
-        """Refuse what is no token."""
-        for token in (min(tokens), max(tokens)):
-            if not 0 <= token < self.vocabulary:
-                raise ApiError(400, f"{param}: {token} is no token; allowed: 0 to {self.vocabulary - 1}", param=param)

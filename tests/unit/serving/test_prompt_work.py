@@ -30,7 +30,7 @@ TEMPLATE = (
 def reader() -> PromptReader:
     tokenizer = byte_level()
     tokenizer.chat_template = TEMPLATE
-    return PromptReader("tiny", tokenizer, 1 << 20)
+    return PromptReader("tiny", tokenizer, 1 << 20, 400)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def few_errors(error: ApiError) -> bool:
 
 
 def test_first_errors_alone_are_looked_for() -> None:
-    reader = PromptReader("tiny", byte_level(), 512)
+    reader = PromptReader("tiny", byte_level(), 512, 400)
     bodies = [
         {"prompt": [True] * 9999},
         {"prompt": ["a", *[1] * 9999]},
@@ -122,21 +122,21 @@ def test_long_work_comes_to_what_short_work_does(reader: PromptReader, work: Pro
     messages = [{"role": "developer", "content": text}, {"role": "user", "content": "a"}]
     tool = {"type": "function", "function": {"name": "a", "description": text}}
     expected = reader.encode_chat(messages, [tool], {})
-    assert run(work.encode_chat("a", messages, [tool], {})) == expected
+    assert run(work.encode_chat("a", messages, [tool], {})) == tuple(expected)
     content = json.dumps({"model": "m", "messages": messages, "tools": [tool], "user": "me"}).encode()
     body, prompts = run(work.read("a", ChatBody, [content[:99], content[99:]]))
-    assert prompts == [expected] and body.user == "me" and body.functions[0].description == text
+    assert prompts == [tuple(expected)] and body.user == "me" and body.functions[0].description == text
     tokens = [[random.randrange(400) for _ in range(SHORT)], [1]]
     content = json.dumps({"model": "m", "prompt": tokens}).encode()
     assert [list(prompt) for prompt in run(work.read("a", CompletionBody, [content]))[1]] == tokens
     content = json.dumps({"model": "m", "prompt": [text, "a"]}).encode()
-    assert run(work.read("a", CompletionBody, [content]))[1] == [reader.encode(text), reader.encode("a")]
+    assert run(work.read("a", CompletionBody, [content]))[1] == [tuple(reader.encode(text)), tuple(reader.encode("a"))]
     with pytest.raises(ApiError, match="prompt.tokens.1: Input should be a valid integer"):
         run(work.read("a", CompletionBody, [b'{"model":"m","prompt":[1,', b"true," * SHORT, b"1]}"]))
 
 
 def test_all_text_of_a_chat_counts() -> None:
-    reader = PromptReader("tiny", byte_level(), 64)
+    reader = PromptReader("tiny", byte_level(), 64, 400)
     long, user = "ab " * 4000, {"role": "user", "content": "a"}
     reader.tokenizer.chat_template = TEMPLATE
     call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": {"a": [long]}}}
@@ -152,7 +152,7 @@ def test_all_text_of_a_chat_counts() -> None:
 
 
 def test_a_text_with_too_many_tokens_is_not_made_into_tokens_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader, counted, encode = PromptReader("tiny", byte_level(), PIECE_LETTERS // 2), [], PromptReader._encode
+    reader, counted, encode = PromptReader("tiny", byte_level(), PIECE_LETTERS // 2, 400), [], PromptReader._encode
 
     def counting(reader: PromptReader, text: str, *, special: bool) -> list[int]:
         counted.append(len(text))
@@ -176,14 +176,14 @@ def test_work_ends_with_whoever_waits_for_it(reader: PromptReader, work: PromptW
             fork.suspend()
         # Short work does not wait for it.
         short = CompletionBody(model="m", prompt="ab")
-        assert await work.prompts("b", short) == [reader.encode("ab")]
+        assert await work.prompts("b", short) == [tuple(reader.encode("ab"))]
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         while forks():
             await asyncio.sleep(0.02)
         messages = [{"role": "user", "content": "ab" * SHORT}]
-        assert await work.encode_chat("b", messages, [], {}) == reader.encode_chat(messages, [], {})
+        assert await work.encode_chat("b", messages, [], {}) == tuple(reader.encode_chat(messages, [], {}))
 
     run(main())
 
