@@ -89,6 +89,7 @@ def _serve(
     from megakv.serving.http.server import HttpServer
 
     server = HttpServer(loop, ServedModel.of(engine.module, tokenizer, settings.model), settings, listener)
+    server.prepare()
     server.start()
     signal.signal(signal.SIGTERM, lambda *_: server.drain())
     if arguments.pid_file:

@@ -13,6 +13,7 @@ import secrets
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -20,6 +21,8 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
+MOST_GREETING = 100
+"""Bytes of a token and a rank, and more."""
 KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 """A host that does not answer is lost after half a minute."""
 
@@ -148,23 +151,40 @@ def reach(hosts: Iterable[str], port: int, greeting: bytes) -> socket.socket | N
 
 
 def accept_links(listener: socket.socket, token: str, expected: int) -> dict[int, socket.socket]:
-    """The links of so many ranks, which have all connected; whoever does not know the token is none."""
+    """The links of so many ranks, which have all connected; whoever does not know the token is none.
+
+    All greetings are read side by side and within one time, so that nobody waits for a stranger's.
+    """
     links: dict[int, socket.socket] = {}
-    listener.settimeout(CONNECT_SECONDS)
-    while len(links) < expected:
-        try:
-            link, _ = listener.accept()
-        except OSError:
-            break
-        link.settimeout(CONNECT_SECONDS)
-        greeting = b""
-        with suppress(OSError):
-            while not greeting.endswith(b"\n") and len(greeting) < 100 and (data := link.recv(1)):
-                greeting += data
-        given, _, rank = greeting.decode(errors="replace").strip().partition(" ")
-        if secrets.compare_digest(given.encode(), token.encode()):
-            links[int(rank)] = _kept_alive(link)
-        else:
+    deadline = time.monotonic() + CONNECT_SECONDS
+    listener.setblocking(False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        greetings: dict[socket.socket, bytes] = {}
+        while len(links) < expected and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                link: Any = key.fileobj
+                if link is listener:
+                    with suppress(OSError):
+                        link, _ = listener.accept()
+                        link.setblocking(False)
+                        selector.register(link, selectors.EVENT_READ)
+                        greetings[link] = b""
+                    continue
+                data = b""
+                with suppress(OSError):
+                    # Behind the greeting there may be a message already.
+                    data = link.recv(1)
+                greetings[link] += data
+                if data and data != b"\n" and len(greetings[link]) < MOST_GREETING:
+                    continue
+                selector.unregister(link)
+                given, _, rank = greetings.pop(link).decode(errors="replace").strip().partition(" ")
+                if secrets.compare_digest(given.encode(), token.encode()):
+                    links[int(rank)] = _kept_alive(link)
+                else:
+                    link.close()
+        for link in greetings:
             link.close()
     return links
 

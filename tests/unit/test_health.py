@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megakv.distributed.health import HealthChannel, connect
+from megakv.distributed.health import MOST_GREETING, HealthChannel, accept_links, connect
 
 SIZE = 4
 
@@ -117,6 +117,28 @@ def test_a_stranger_is_no_rank() -> None:
     assert heard(found[0]) == [{"kind": "failed", "rank": 1}]
     for channel in (rank, *found):
         channel.close()
+
+
+def test_nobody_waits_for_a_stranger_who_sends_one_byte_at_a_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address, accepted, sent = listener.getsockname(), threading.Event(), [0]
+        with socket.create_connection(address) as stranger, socket.create_connection(address) as rank:
+
+            def dawdle() -> None:
+                while sent[0] < MOST_GREETING and not accepted.wait(0.1):
+                    stranger.sendall(b"x")
+                    sent[0] += 1
+
+            dawdling = threading.Thread(target=dawdle)
+            dawdling.start()
+            rank.sendall(b"token 1\n" + b'{"kind": "said at once"}\n')
+            links = accept_links(listener, "token", 1)
+            accepted.set()
+            dawdling.join()
+            assert sent[0] < MOST_GREETING
+            channel = HealthChannel(0, links)
+            assert heard(channel) == [{"kind": "said at once"}]
+            channel.close()
 
 
 WAITING = """

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from pydantic import ValidationError
 from pydantic_core import to_json
 
 from megakv.serving.form import Form
 from megakv.serving.http.answers import Answers, check_serves
+from megakv.serving.http.body_limits import BodyLimits, BodyScanner
 from megakv.serving.http.call import Call, make_call, read_generation_config
 from megakv.serving.http.channel import Bell
 from megakv.serving.http.chat import ChatAnswer
-from megakv.serving.http.completions import CompletionAnswer, prompts_of
+from megakv.serving.http.completions import CompletionAnswer
 from megakv.serving.http.conversations import Conversations, Turn
-from megakv.serving.http.errors import ApiError, wrong_fields
+from megakv.serving.http.errors import ApiError
 from megakv.serving.http.handlers import HANDLERS
 from megakv.serving.http.held import Held, held_to
 from megakv.serving.http.metrics import Metrics
 from megakv.serving.http.page import Page
 from megakv.serving.http.parts import Parts, free_parts
+from megakv.serving.http.prompt_work import Prompts, PromptWork
 from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.responses import ResponseAnswer, messages_of
 from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, SamplingBody
@@ -36,7 +36,6 @@ from megakv.serving.loop import ServingLoop
 USUAL_COMPLETION_TOKENS = 16
 """Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
 B = TypeVar("B", bound=Body)
-R = TypeVar("R")
 
 
 class Service:
@@ -44,6 +43,7 @@ class Service:
 
     def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, metrics: Metrics):
         self._loop, self._served, self._settings, self._metrics = loop, served, settings, metrics
+        self.work = PromptWork(served.reader)
         self._conversations = Conversations()
         # It is the event loop's, which is there with the first call.
         self._bell: Bell | None = None
@@ -77,17 +77,12 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
-        body = await self._body(request, ChatBody)
+        body, prompts = await self._body(request, ChatBody)
         held = held_to(body, body.response_format)
-        messages = [message.template_values() for message in body.messages]
-        tools = [function.template_values() for function in body.functions]
-        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
-        if body.reasoning_effort is not None:
-            options["reasoning_effort"] = body.reasoning_effort
-        prompt = await self._chat_tokens(messages, tools, options)
+        prompts = await self._prompts(request, body, prompts)
         call = make_call(
             body,
-            [prompt],
+            prompts,
             self._served,
             self._settings,
             key=_owner(request),
@@ -98,23 +93,20 @@ class Service:
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
             special=self._served.answer_template is not None,
-            form=await self._form(held),
+            form=await self._form(request, held),
         )
         answers = self._answers(call)
-        parts = [self._parts(held, prompt, tools) for _ in range(answers.count)]
+        tools = [function.template_values() for function in body.functions]
+        parts = [self._parts(held, call.prompts[0], tools) for _ in range(answers.count)]
         writer = ChatAnswer(self._served, body, answers, parts)
         return await self._answered(request, body, answers, writer)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
-        body = await self._body(request, CompletionBody)
-        prompts = [
-            await self._in_worker(self._served.encode, each) if isinstance(each, str) else each
-            for each in prompts_of(body)
-        ]
+        body, prompts = await self._body(request, CompletionBody)
         call = make_call(
             body,
-            prompts,
+            await self._prompts(request, body, prompts),
             self._served,
             self._settings,
             key=_owner(request),
@@ -130,7 +122,7 @@ class Service:
 
     async def responses(self, request: Request) -> Response:
         """``/v1/responses``."""
-        body = await self._body(request, ResponseBody)
+        body, _ = await self._body(request, ResponseBody)
         held = held_to(body, body.text.format if body.text else None)
         owner, previous = _owner(request), None
         if body.previous_response_id is not None:
@@ -139,7 +131,8 @@ class Service:
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         tools = [function.template_values() for function in body.functions]
-        prompt = await self._chat_tokens([*system, *before, *added], tools, {})
+        encoding = self.work.encode_chat(_sender(request), [*system, *before, *added], tools, {})
+        prompt = await while_listened_to(request.receive, encoding)
         call = make_call(
             body,
             [prompt],
@@ -150,7 +143,7 @@ class Service:
             asked=body.max_output_tokens,
             usual=None,
             special=self._served.answer_template is not None,
-            form=await self._form(held),
+            form=await self._form(request, held),
         )
         name = f"resp_{uuid.uuid4().hex}"
 
@@ -160,7 +153,7 @@ class Service:
                 self._conversations.keep(name, turn)
 
         answers = self._answers(call)
-        writer = ResponseAnswer(name, body, self._parts(held, prompt, tools), answers, keep)
+        writer = ResponseAnswer(name, body, self._parts(held, call.prompts[0], tools), answers, keep)
         return await self._answered(request, body, answers, writer)
 
     async def kept_response(self, request: Request, name: str) -> Response:
@@ -205,48 +198,48 @@ class Service:
 
     # Steps of a call
 
-    async def _body(self, request: Request, kind: type[B]) -> B:
+    async def _body(self, request: Request, kind: type[B]) -> tuple[B, Prompts | None]:
         check_serves(self._loop)
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
             # What a page of another site may send without asking is no JSON.
             raise ApiError(415, "send JSON, with the header 'content-type: application/json'", code="wrong_media_type")
-        content = bytearray()
-        while True:
+        scanner, parts, more = BodyScanner(self._limits(kind)), [], True
+        while more:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(499, "the client has left")
-            content += message.get("body", b"")
-            if not message.get("more_body", False):
-                break
-        try:
-            body = kind.model_validate_json(bytes(content))
-        except ValidationError as error:
-            raise wrong_fields(error) from None
+            parts.append(message.get("body", b""))
+            scanner.add(parts[-1])
+            more = message.get("more_body", False)
+        reading = self.work.read(_sender(request), kind, parts)
+        body, prompts = await while_listened_to(request.receive, reading)
         if isinstance(body, SamplingBody):
             self._check_model(body.model)
-        return body
+        return body, prompts
 
     def _check_model(self, name: str) -> None:
         if name != self._served.name:
             message = f"there is no model {name!r} here, but {self._served.name!r}"
             raise ApiError(404, message, code="model_not_found", param="model")
 
-    async def _chat_tokens(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
-    ) -> tuple[int, ...]:
-        # Templates know the older name alone.
-        named = [{**m, "role": "system"} if m["role"] == "developer" else m for m in messages]
-        return await self._in_worker(self._served.encode_chat, named, tools or None, options)
+    def _limits(self, kind: type[Body]) -> BodyLimits:
+        reader, prompts = self._served.reader, self._settings.max_choices if kind is CompletionBody else 1
+        return BodyLimits.of(reader.context, reader.longest_token, prompts)
 
-    async def _form(self, held: Held | None) -> Form | None:
-        return None if held is None else await self._in_worker(self._served.form, held.form, held.field)
+    async def _prompts(self, request: Request, body: ChatBody | CompletionBody, made: Prompts | None) -> Prompts:
+        """The prompts, made now where they were not with the body."""
+        if made is not None:
+            return made
+        return await while_listened_to(request.receive, self.work.prompts(_sender(request), body))
+
+    async def _form(self, request: Request, held: Held | None) -> Form | None:
+        if held is None:
+            return None
+        return await self.work.in_thread(_sender(request), self._served.form, held.form, held.field)
 
     def _parts(self, held: Held | None, prompt: tuple[int, ...], tools: list[dict[str, Any]]) -> Parts:
         return free_parts(self._served, prompt, tools) if held is None else held.parts()
-
-    async def _in_worker(self, work: Callable[..., R], *values: Any) -> R:
-        return await asyncio.get_running_loop().run_in_executor(self._served.workers, work, *values)
 
     def _answers(self, call: Call) -> Answers:
         self._bell = self._bell or Bell()
@@ -278,6 +271,12 @@ class Service:
 def _owner(request: Request) -> str:
     """The key of a request, by its number: keys take turns, and have responses of their own."""
     return str(request.scope.get("key"))
+
+
+def _sender(request: Request) -> str:
+    """Between whom turns are taken before a body is read: keys, and without keys hosts."""
+    key = request.scope.get("key")
+    return f"key {key}" if key is not None else request.client.host if request.client else ""
 
 
 def _user(request: Request, body: SamplingBody) -> str:

@@ -9,8 +9,9 @@ from typing import Any
 
 from megakv.serving.form import Form
 from megakv.serving.http.errors import ApiError
+from megakv.serving.http.prompt_reader import too_long
 from megakv.serving.http.schemas import SamplingBody
-from megakv.serving.http.served_model import ServedModel, too_long
+from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Sampling
 
@@ -78,7 +79,6 @@ def make_call(
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
-        served.check_tokens(tokens, "prompt")
         if served.context is not None and len(tokens) + (asked or 1) > served.context:
             raise too_long(f"a prompt of {len(tokens)} tokens with an answer of up to {asked or 1}", served.context)
     if asked is not None and asked > settings.max_new_tokens:

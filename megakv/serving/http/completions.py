@@ -18,16 +18,6 @@ from megakv.serving.http.stream import BEAT, DONE, data, error_event
 from megakv.serving.request import Progress
 
 
-def prompts_of(body: CompletionBody) -> list[str | tuple[int, ...]]:
-    """One or several, texts or tokens."""
-    given: Any = body.prompt
-    if isinstance(given, str):
-        return [given]
-    if isinstance(given[0], int):
-        return [tuple(given)]
-    return [each if isinstance(each, str) else tuple(each) for each in given]
-
-
 class CompletionAnswer:
     """Writes the answers to one call of the endpoint."""
 

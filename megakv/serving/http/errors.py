@@ -13,6 +13,13 @@ KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_e
 MOST_LETTERS = 500
 """Of a message: what a stranger sent is not sent back at any length."""
 
+OF_JSON = {
+    "list_type": "Input should be a valid array",
+    "dict_type": "Input should be an object",
+    "model_type": "Input should be an object",
+}
+"""What Python's names for types are in a body."""
+
 
 @dataclass
 class ApiError(Exception):
@@ -52,11 +59,8 @@ def unavailable(message: str, headers: Mapping[str, str] | None = None) -> ApiEr
 
 def wrong_fields(error: ValidationError) -> ApiError:
     """From what a body's model said of it."""
-    problems = error.errors(include_url=False, include_context=False, include_input=False)
-    first = problems[0]
-    if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     names = ".".join(str(part) for part in first["loc"]) or None
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    said = first["msg"].removeprefix("Value error, ")
+    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
+    said = OF_JSON.get(first["type"]) or first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{names or 'body'}: {said}{more}", code="invalid_value", param=names)

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import resource
 import socket
 
 from megakv.serving.http.settings import HttpSettings
 
 SEND_BYTES = 256 << 10
+OTHER_FILES = 256
+"""Files that a rank has open beside clients' connections."""
 
 
 def listening_socket(settings: HttpSettings) -> socket.socket:
     """Where the server listens; a ValueError where it cannot."""
+    _allow_files(settings.max_connections)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -36,3 +40,18 @@ def listening_socket(settings: HttpSettings) -> socket.socket:
             f"--host {settings.host} --port {settings.port}: cannot listen there: {why}; give {advice}"
         ) from error
     return listener
+
+
+def _allow_files(connections: int) -> None:
+    """Raise this process's limit of open files where that is needed; a ValueError where it cannot be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + OTHER_FILES
+    if needed <= soft:
+        return
+    if hard != resource.RLIM_INFINITY and needed > hard:
+        raise ValueError(
+            f"--max-connections {connections}: this process may have {hard} files open (ulimit -Hn), of which "
+            f"{OTHER_FILES} are the server's own; allowed: up to {max(hard - OTHER_FILES, 0)}, or more after raising "
+            "that limit"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

@@ -10,6 +10,7 @@ from megakv.serving.http.schemas import (
     MOST_MESSAGES,
     MOST_TOOLS,
     Body,
+    Content,
     Function,
     FunctionName,
     Ignored,
@@ -17,7 +18,6 @@ from megakv.serving.http.schemas import (
     Name,
     SentBack,
     Text,
-    TextPart,
     TokenCount,
     ToolsBody,
     one_of,
@@ -54,7 +54,7 @@ class ResponseMessage(SentBack):
 
     type: Literal["message"] | None = None
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Content
 
 
 class ResponseCall(SentBack):
@@ -92,13 +92,14 @@ class ResponseBody(ToolsBody):
     input: (
         Text
         | Annotated[
-            list[ResponseMessage | ResponseCall | ResponseCallOutput], Field(min_length=1, max_length=MOST_MESSAGES)
+            list[ResponseMessage | ResponseCall | ResponseCallOutput],
+            Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
         ]
     )
     instructions: Text | None = None
     previous_response_id: Name | None = None
     max_output_tokens: TokenCount | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         Literal["auto", "none", "required"] | ResponseNamedTool | None,
         one_of("""'auto', 'none', 'required' or {"type": "function", "name": NAME}"""),

@@ -49,6 +49,10 @@ class HttpServer:
         self._standing, self._stops = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="megakv-http", daemon=True)
 
+    def prepare(self) -> None:
+        """Begin to make ready for long requests, so that the first of them need not wait."""
+        self._service.work.start()
+
     def start(self) -> None:
         """Return when requests are taken."""
         self._thread.start()
@@ -66,6 +70,7 @@ class HttpServer:
         """End, when what was written to clients has reached them."""
         self._stops = self._server.should_exit = True
         self._thread.join(2 * FAREWELL_S)
+        self._service.work.close()
 
     def _run(self) -> None:
         async def serve() -> None:

@@ -20,7 +20,7 @@ def ask(served: Served, text: str, **options: Any) -> Any:
 
 
 def prompt_tokens(served: Served, text: str) -> list[int]:
-    return list(served.model.encode_chat([{"role": "user", "content": text}], None, {}))
+    return list(served.model.reader.encode_chat([{"role": "user", "content": text}], [], {}))
 
 
 def test_answers_are_those_of_the_plain_model(served: Served) -> None:
@@ -122,7 +122,7 @@ def test_responses_go_on_from_earlier_ones(served: Served) -> None:
     forks = [prose(3), prose(4)]
     for question in forks:
         answer = client.responses.create(input=question, previous_response_id=first.id, **options)
-        prompt = list(served.model.encode_chat([*turns, {"role": "user", "content": question}], None, {}))
+        prompt = list(served.model.reader.encode_chat([*turns, {"role": "user", "content": question}], [], {}))
         expected = served.model.tokenizer.decode(served.greedy(prompt, 6), skip_special_tokens=True)
         assert answer.output_text == expected and answer.usage is not None
         assert answer.usage.input_tokens == len(prompt) and answer.usage.input_tokens_details.cached_tokens > 30

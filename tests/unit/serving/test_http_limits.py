@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -176,6 +178,38 @@ def test_who_sends_nothing_more_is_left(loop: tuple[ServingLoop, ServedModel], s
             with closing(connect(url)) as connection:
                 connection.sendall(sent)
                 check_error(read(connection), 408)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_two_lengths_of_a_body_are_refused_and_what_follows_is_not_read(order: int, url: str) -> None:
+    """A proxy may go by the other one: what is a body there would be a request here."""
+    hidden = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    with closing(connect(url)) as connection:
+        lengths = [f"content-length: {5 + len(hidden)}", "transfer-encoding: chunked"][::order]
+        connection.sendall(head(*lengths) + b"0\r\n\r\n" + hidden)
+        answer = read(connection)
+    assert check_error(answer, 400)["code"] == "invalid_http" and answer.headers["connection"] == "close"
+
+
+LISTENING = """
+import resource, sys
+from megakv.serving.http.listener import listening_socket
+from megakv.serving.http.settings import HttpSettings
+resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
+for connections in (40, 500, 5000):
+    try:
+        listening_socket(HttpSettings("model", port=0, max_connections=connections)).close()
+        print(resource.getrlimit(resource.RLIMIT_NOFILE))
+    except ValueError as error:
+        print(error)
+"""
+
+
+def test_connections_and_the_limit_of_open_files() -> None:
+    done = subprocess.run([sys.executable, "-c", LISTENING], capture_output=True, text=True, timeout=MOST_S, check=True)
+    few, more, most = done.stdout.splitlines()
+    assert few == "(300, 1000)" and more == "(756, 1000)"
+    assert most.startswith("--max-connections 5000: this process may have 1000 files open") and "up to 744" in most
 
 
 def test_connections_are_bounded(url: str) -> None:

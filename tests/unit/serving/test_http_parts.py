@@ -52,7 +52,7 @@ def served() -> ServedModel:
 def rendered(served: ServedModel, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> str:
     body = ChatBody.model_validate_json(json.dumps({"model": "tiny", "messages": messages}))
     values = [message.template_values() for message in body.messages]
-    text: str = served.tokenizer.decode(list(served.encode_chat(values, tools, {})))
+    text: str = served.tokenizer.decode(list(served.reader.encode_chat(values, tools, {})))
     return text
 
 
@@ -111,7 +111,7 @@ def cut(cutter: Parts, text: str) -> list[Part]:
 
 
 def parts(served: ServedModel, text: str) -> list[Part]:
-    return cut(free_parts(served, served.encode("<user>a<assistant>"), [TOOL]), text)
+    return cut(free_parts(served, served.reader.encode("<user>a<assistant>"), [TOOL]), text)
 
 
 def test_answers_are_cut_into_parts(served: ServedModel) -> None:

@@ -1,0 +1,156 @@
+"""From the bytes of a request to the tokens of its prompts. This file needs no torch: a process of its own runs it."""
+
+from __future__ import annotations
+
+from array import array
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+from pydantic_core import from_json
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from megakv.serving.http.errors import ApiError, wrong_fields
+from megakv.serving.http.schemas import Body, ChatBody, CompletionBody
+
+USUAL_LETTERS = 4
+"""Letters of a token in most texts: a text with more of them than the context holds is first counted in pieces."""
+PIECE_LETTERS = 1 << 16
+MARGIN = 1.25
+"""Tokens in pieces over tokens as a whole, at most: pieces differ at their ends alone."""
+B = TypeVar("B", bound=Body)
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Reads bodies and makes tokens of texts, for one model. Whatever is wrong is an ApiError."""
+
+    name: str
+    tokenizer: PreTrainedTokenizerBase
+    context: int | None
+    vocabulary: int
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Letters that a token stands for at most."""
+        return max(map(len, self.tokenizer.get_vocab()), default=1)
+
+    def read(self, kind: type[B], content: bytearray) -> tuple[B, list[array[int]] | None]:
+        """A body without its texts, and the tokens of its prompts; None of one whose texts are kept."""
+        body = self.read_body(kind, content)
+        if isinstance(body, CompletionBody):
+            return body.model_copy(update={"prompt": ""}), self.prompts(body)
+        if isinstance(body, ChatBody):
+            return body.model_copy(update={"messages": []}), self.prompts(body)
+        return body, None
+
+    def read_body(self, kind: type[B], content: bytearray) -> B:
+        """A body from its JSON, of which nothing is left."""
+        try:
+            value = from_json(content)
+        except ValueError as error:
+            raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+        content.clear()
+        try:
+            return kind.model_validate(value)
+        except ValidationError as error:
+            raise wrong_fields(error) from None
+
+    def prompts(self, body: CompletionBody | ChatBody) -> list[array[int]]:
+        """The tokens of what a body asks to be gone on from."""
+        if isinstance(body, CompletionBody):
+            given: Any = body.prompt if isinstance(body.prompt, list) else [body.prompt]
+            return [self.encode(each) if isinstance(each, str) else self._checked(each) for each in given]
+        options: dict[str, Any] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options["reasoning_effort"] = body.reasoning_effort
+        messages = [message.template_values() for message in body.messages]
+        tools = [function.template_values() for function in body.functions]
+        return [self.encode_chat(messages, tools, options)]
+
+    def _checked(self, tokens: array[int]) -> array[int]:
+        """Tokens; refuses what is no token, and what is longer than the context."""
+        for token in (min(tokens, default=0), max(tokens, default=0)):
+            if not 0 <= token < self.vocabulary:
+                raise ApiError(400, f"prompt: {token} is no token; allowed: 0 to {self.vocabulary - 1}", param="prompt")
+        if self.context is not None and len(tokens) > self.context:
+            raise too_long(f"a prompt of {len(tokens)} tokens", self.context)
+        return tokens
+
+    def encode(self, text: str) -> array[int]:
+        """The tokens of a plain text."""
+        return self._tokens(text, special=True)
+
+    def encode_chat(
+        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
+    ) -> array[int]:
+        """The tokens of a conversation up to where its next answer begins."""
+        if self.tokenizer.chat_template is None:
+            message = f"{self.name} has no chat template; use /v1/completions"
+            raise ApiError(400, message, code="no_chat_template")
+        if taken := sorted(options.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys()):
+            # A template of a stranger's own, for one, could compute for hours.
+            message = f"chat_template_kwargs: {taken[0]} is not for requests to say"
+            raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
+        self.check_letters(letters_of([messages, tools, options]))
+        # Templates know the older name alone.
+        named = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                named, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
+            )
+        except Exception as error:  # whatever a template raises
+            said = f"the model's chat template refuses these messages: {error}"
+            raise ApiError(400, said, code="chat_template", param="messages") from error
+        return self._tokens(text, special=False)
+
+    def check_letters(self, letters: int) -> None:
+        """Refuse at once what cannot have few enough tokens."""
+        if self.context is not None and letters > self.context * self.longest_token:
+            raise too_long(f"a prompt of {letters} characters", self.context)
+
+    def _tokens(self, text: str, *, special: bool) -> array[int]:
+        self.check_letters(len(text))
+        if self.context is not None and len(text) > USUAL_LETTERS * self.context + PIECE_LETTERS:
+            # A token takes 300 bytes until all are there.
+            most, found = MARGIN * self.context, 0
+            for begin in range(0, len(text), PIECE_LETTERS):
+                found += len(self._encode(text[begin : begin + PIECE_LETTERS], special=False))
+                if found > most:
+                    raise too_long(f"a prompt of {len(text)} characters", self.context)
+        return self._checked(array("i", self._encode(text, special=special)))
+
+    def _encode(self, text: str, *, special: bool) -> list[int]:
+        made = self.tokenizer(
+            text,
+            add_special_tokens=special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        tokens: list[int] = made["input_ids"]
+        return tokens
+
+
+def letters_of(value: Any) -> int:
+    """Letters of all texts in a value, the names of its fields included."""
+    letters, coming = 0, deque([value])
+    while coming:
+        part = coming.popleft()
+        if isinstance(part, str):
+            letters += len(part)
+        elif isinstance(part, dict):
+            letters += sum(map(len, part))
+            coming.extend(part.values())
+        elif isinstance(part, list | tuple):
+            coming.extend(part)
+    return letters
+
+
+def too_long(what: str, context: int) -> ApiError:
+    """For a prompt beyond the model's positions."""
+    message = f"{what} is longer than the model's context of {context} tokens"
+    return ApiError(400, message, code="context_length_exceeded")

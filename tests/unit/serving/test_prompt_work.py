@@ -1,0 +1,209 @@
+"""Bodies are read and prompts made by turns, and long ones in processes that end with their clients."""
+
+import asyncio
+import json
+import random
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+
+from megakv.serving.http.body_limits import BodyLimits, BodyScanner
+from megakv.serving.http.errors import ApiError
+from megakv.serving.http.lane import Lane
+from megakv.serving.http.prompt_reader import PIECE_LETTERS, PromptReader
+from megakv.serving.http.prompt_work import PLACES, SHORT, PromptWork
+from megakv.serving.http.schemas import ChatBody, CompletionBody
+from tests.unit.serving.tokenizers import byte_level, random_text
+
+MOST_S = 120.0
+NONE = BodyLimits(10**9, 10**9, 1, 10**9, 10**9)
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for message in messages %}<user>{{ message.content }}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def reader() -> PromptReader:
+    tokenizer = byte_level()
+    tokenizer.chat_template = TEMPLATE
+    return PromptReader("tiny", tokenizer, 1 << 20, 400)
+
+
+@pytest.fixture(scope="module")
+def work(reader: PromptReader) -> Iterator[PromptWork]:
+    made = PromptWork(reader)
+    made.start()
+    yield made
+    made.close()
+
+
+def run(coroutine: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(coroutine, MOST_S))
+
+
+def drawn(depth: int = 0) -> Any:
+    kind = random.random() + depth / 10
+    if kind > 0.7:
+        return random.choice([1, True, None, 2.5, "", "a\\", '"', '\\\\"x', "[{,:]}", "é\n"])
+    if kind > 0.35:
+        return [drawn(depth + 1) for _ in range(random.randrange(4))]
+    return {random.choice('abc"\\,{') * random.randrange(4): drawn(depth + 1) for _ in range(random.randrange(4))}
+
+
+def counts(value: Any) -> tuple[int, int, int]:
+    """Values within a value, keys and levels."""
+    if not isinstance(value, list | dict):
+        return 0, 0, 0
+    items = list(value.values()) if isinstance(value, dict) else value
+    found = [counts(item) for item in items]
+    keys = len(items) if isinstance(value, dict) else 0
+    sums = [sum(each[place] for each in found) for place in range(2)]
+    return len(items) + sums[0], keys + sums[1], 1 + max((each[2] for each in found), default=0)
+
+
+def passes(body: bytes, limits: BodyLimits) -> bool:
+    scanner = BodyScanner(limits)
+    try:
+        while body:
+            size = random.randint(1, 9)
+            scanner.add(body[:size])
+            body = body[size:]
+    except ApiError:
+        return False
+    return True
+
+
+def test_what_is_counted_is_what_is_there() -> None:
+    for _ in range(300):
+        value = drawn()
+        body = json.dumps(value, ensure_ascii=random.random() < 0.5).encode()
+        values, keys, levels = counts(value)
+        assert passes(body, BodyLimits(2 * values + 1, len(body), 1, keys, levels))
+        assert not keys or not passes(body, BodyLimits(10**9, 10**9, 1, keys - 1, 10**9))
+        assert not levels or not passes(body, BodyLimits(10**9, 10**9, 1, 10**9, levels - 1))
+        assert values < 2 or not passes(body, BodyLimits(values - 1, 10**9, 1, 10**9, 10**9))
+
+
+def few_errors(error: ApiError) -> bool:
+    """That no more was looked for than what each kind of a value has against the first item."""
+    more = re.search(r"\(and (\d+) more\)", error.message)
+    return more is None or int(more[1]) < 3
+
+
+def test_first_errors_alone_are_looked_for() -> None:
+    reader = PromptReader("tiny", byte_level(), 512, 400)
+    bodies = [
+        {"prompt": [True] * 9999},
+        {"prompt": ["a", *[1] * 9999]},
+        {"prompt": [[1], *[["a"] * 99] * 99]},
+        {"prompt": "a", "stop": [1] * 9999},
+        {"prompt": "a", "logit_bias": {str(number): "a" for number in range(9999)}},
+        {"prompt": "a", **{str(number): 1 for number in range(9999)}},
+        {"prompt": "a", "stream_options": {str(number): 1 for number in range(9999)}},
+    ]
+    for body in bodies:
+        with pytest.raises(ApiError) as refused:
+            reader.read_body(CompletionBody, bytearray(json.dumps({"model": "m", **body}).encode()))
+        assert few_errors(refused.value), refused.value.message
+    options = dict.fromkeys(map(str, range(999)), [])
+    for name, value in (("messages", [1] * 9999), ("tools", [1] * 100), ("chat_template_kwargs", options)):
+        body = {"model": "m", "messages": [{"role": "user", "content": "a"}], name: value}
+        with pytest.raises(ApiError) as refused:
+            reader.read_body(ChatBody, bytearray(json.dumps(body).encode()))
+        assert few_errors(refused.value), refused.value.message
+
+
+def test_long_work_comes_to_what_short_work_does(reader: PromptReader, work: PromptWork) -> None:
+    text = random_text(2 * SHORT)
+    messages = [{"role": "developer", "content": text}, {"role": "user", "content": "a"}]
+    tool = {"type": "function", "function": {"name": "a", "description": text}}
+    expected = reader.encode_chat(messages, [tool], {})
+    assert run(work.encode_chat("a", messages, [tool], {})) == tuple(expected)
+    content = json.dumps({"model": "m", "messages": messages, "tools": [tool], "user": "me"}).encode()
+    body, prompts = run(work.read("a", ChatBody, [content[:99], content[99:]]))
+    assert prompts == [tuple(expected)] and body.user == "me" and body.functions[0].description == text
+    tokens = [[random.randrange(400) for _ in range(SHORT)], [1]]
+    content = json.dumps({"model": "m", "prompt": tokens}).encode()
+    assert [list(prompt) for prompt in run(work.read("a", CompletionBody, [content]))[1]] == tokens
+    content = json.dumps({"model": "m", "prompt": [text, "a"]}).encode()
+    assert run(work.read("a", CompletionBody, [content]))[1] == [tuple(reader.encode(text)), tuple(reader.encode("a"))]
+    with pytest.raises(ApiError, match="prompt.tokens.1: Input should be a valid integer"):
+        run(work.read("a", CompletionBody, [b'{"model":"m","prompt":[1,', b"true," * SHORT, b"1]}"]))
+
+
+def test_all_text_of_a_chat_counts() -> None:
+    reader = PromptReader("tiny", byte_level(), 64, 400)
+    long, user = "ab " * 4000, {"role": "user", "content": "a"}
+    reader.tokenizer.chat_template = TEMPLATE
+    call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": {"a": [long]}}}
+    for messages, tools in (
+        ([{"role": "user", "content": long}], None),
+        ([user], [{"type": "function", "function": {"name": "a", "description": long}}]),
+        ([user], [{"type": "function", "function": {"name": "a", "parameters": {"properties": {long: {}}}}}]),
+        ([{"role": "assistant", "content": "", "tool_calls": [call]}, user], None),
+        ([{"role": "assistant", "content": "", "reasoning_content": long}, user], None),
+    ):
+        with pytest.raises(ApiError, match="longer than the model's context of 64 tokens"):
+            reader.encode_chat(messages, tools or [], {})
+
+
+def test_a_text_with_too_many_tokens_is_not_made_into_tokens_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, counted, encode = PromptReader("tiny", byte_level(), PIECE_LETTERS // 2, 400), [], PromptReader._encode
+
+    def counting(reader: PromptReader, text: str, *, special: bool) -> list[int]:
+        counted.append(len(text))
+        return encode(reader, text, special=special)
+
+    monkeypatch.setattr(PromptReader, "_encode", counting)
+    with pytest.raises(ApiError, match="longer than the model's context"):
+        reader.encode("漢" * 5 * PIECE_LETTERS)
+    assert counted == [PIECE_LETTERS]
+
+
+def test_work_ends_with_whoever_waits_for_it(reader: PromptReader, work: PromptWork) -> None:
+    async def main() -> None:
+        forks = psutil.Process(work._processes._process.pid).children
+        long = [[{"role": "user", "content": "漢字" * (1 << 20)}], [], {}]
+        waiting = [asyncio.create_task(work.encode_chat("a", *long)) for _ in range(PLACES + 2)]
+        while len(forks()) < PLACES:
+            await asyncio.sleep(0.02)
+        for fork in forks():
+            # Now it does not end by itself.
+            fork.suspend()
+        # Short work does not wait for it.
+        short = CompletionBody(model="m", prompt="ab")
+        assert await work.prompts("b", short) == [tuple(reader.encode("ab"))]
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        while forks():
+            await asyncio.sleep(0.02)
+        messages = [{"role": "user", "content": "ab" * SHORT}]
+        assert await work.encode_chat("b", messages, [], {}) == tuple(reader.encode_chat(messages, [], {}))
+
+    run(main())
+
+
+def test_users_take_turns() -> None:
+    async def main() -> None:
+        lane, order = Lane(1), []
+
+        async def piece(user: str) -> None:
+            async with lane.place(user):
+                order.append(user)
+                await asyncio.sleep(0)
+
+        users = [*"aaaa", *"bb", "c"]
+        waiting = [asyncio.create_task(piece(user)) for user in users]
+        await asyncio.sleep(0)
+        waiting[1].cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        assert "".join(order) == "aabcab" or "".join(order) == "abcaba", order
+        await asyncio.gather(piece("d"), piece("d"))
+        assert order[-2:] == ["d", "d"]
+
+    run(main())
