@@ -103,7 +103,10 @@ def test_what_rounding_decides_is_no_error(
     print_outcome(outcome)
     shown = capsys.readouterr().out
     assert not outcome.wrong
-    # Twins are so near to each other that tokens part in every such run.
+    if temperature != "0" and report.tokens_equal:
+        # Sampled tokens part in most runs, greedy ones in all: twins are as near to each other as rounding.
+        assert report.logits is None and "tokens are equal to those of a single-process transformers run" in shown
+        return
     assert report.tokens_equal is False and report.logits is not None and str(report.logits) in shown
     assert "tokens part from those of a single-process transformers run at a near tie, which rounding" in shown
     assert report_from_json(report_to_json(report)).logits == report.logits
