@@ -31,10 +31,10 @@ class HttpServer:
     def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, listener: socket.socket):
         self._loop, self._listener = loop, listener
         metrics = Metrics(loop.stats)
-        service = Service(loop, served, settings, metrics)
+        self._service = Service(loop, served, settings, metrics)
         protocol = limited_protocol(most=settings.max_connections, stall_s=settings.stall_s)
         config = uvicorn.Config(
-            Guard(service.app(), settings, metrics.count),
+            Guard(self._service.app(), settings, metrics.count),
             http=protocol,
             ws="none",
             lifespan="off",
