@@ -15,7 +15,7 @@ from itertools import pairwise
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.launcher.commands import SUMMARIES
 from megakv.launcher.process import UNREAD
 from megakv.tracking.files import check_outputs, write_whole

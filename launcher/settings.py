@@ -12,7 +12,7 @@ from megakv.tracking.files import check_outputs
 from megakv.tracking.wandb_project import check_project
 
 if TYPE_CHECKING:
-    from megakv.config import MegaKVConfig
+    from megakv.engine.config import MegaKVConfig
 
 KEYS = {
     "cp": ("megakv", "context_parallel", "size"),
@@ -123,7 +123,7 @@ def mesh_on_hosts(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
     """The settings that --config and the arguments of `KEYS` come to; with --wandb, W&B is switched on."""
-    from megakv.config import load_config
+    from megakv.engine.config import load_config
 
     given = _given(arguments)
     if arguments.config is None or not given:
@@ -137,7 +137,7 @@ def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
 
 def run_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON of --config, and what the arguments of `KEYS` say where it has nothing; unchecked."""
-    from megakv.config import read_settings
+    from megakv.engine.config import read_settings
 
     return _added({} if arguments.config is None else read_settings(arguments.config), _given(arguments))
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from megakv.version import __version__
 
 if TYPE_CHECKING:
-    from megakv.build import init_inference
-    from megakv.config import MegaKVConfig
+    from megakv.base.errors import MegaKVError, PeerLostError
     from megakv.distributed.mesh import stop_distributed
-    from megakv.engine import MegaKVEngine
-    from megakv.errors import MegaKVError, PeerLostError
+    from megakv.engine.build import init_inference
+    from megakv.engine.config import MegaKVConfig
+    from megakv.engine.engine import MegaKVEngine
 
 __all__ = [
     "MegaKVConfig",
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "MegaKVConfig": "config",
-    "MegaKVEngine": "engine",
-    "MegaKVError": "errors",
-    "PeerLostError": "errors",
-    "init_inference": "build",
+    "MegaKVConfig": "engine.config",
+    "MegaKVEngine": "engine.engine",
+    "MegaKVError": "base.errors",
+    "PeerLostError": "base.errors",
+    "init_inference": "engine.build",
     "stop_distributed": "distributed.mesh",
 }
 

@@ -193,7 +193,7 @@ ShareMemCommBuilder().load()' >>"$megakv_venv/setup.log" 2>&1 && return
 # MegaKV's own kernels, too. Where one cannot be had the first start of ranks says why, and goes on without.
 megakv_build_kernels() {
     "$megakv_venv/bin/python" -c '
-from megakv.library import SOURCES, library
+from megakv.base.library import SOURCES, library
 for source in sorted(SOURCES.glob("*.cpp")):
     library(source.stem)' >>"$megakv_venv/setup.log" 2>&1 || true
 }

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
-from megakv.errors import MegaKVError
-from megakv.forward_pass import Pauses
+from megakv.forward.forward_pass import Pauses
 from megakv.injection.interface import attention_modules
 
 

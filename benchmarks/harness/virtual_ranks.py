@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_by_owner
-from megakv.costmodel.measure.stopwatch import Pool
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.costmodel.stopwatch import Pool
 from megakv.injection.linears import rows_product
 
 from .head_division import Division

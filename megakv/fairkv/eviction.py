@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from megakv.attention.method import AttentionCall
+from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
+from megakv.cache.notes import Notes
 from megakv.cache.store import Move
-from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.held import HeldTokens
 from megakv.fairkv.method import EVERYTHING
-from megakv.fairkv.notes import Notes
 from megakv.fairkv.observation import CHUNK_QUERIES, Observation, Queries, Turn, coarse_peaks
 from megakv.fairkv.selection import choose
-from megakv.forward_pass import ForwardPass
+from megakv.forward.forward_pass import ForwardPass
 
 COUNTED = 32
 """Slots after which queries are counted in, where all of them are: one by one would take longer."""

@@ -13,18 +13,18 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
-from megakv.device import upload
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import IntArray, new_tokens
-from megakv.forward_pass import ForwardPass, LastRows, Wanted
-from megakv.injection.last_layer import LastLayerRows
+from megakv.forward.forward_pass import ForwardPass, LastRows, Wanted
+from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.runtime import Runtime
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import FewRowsLinears, Products
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.injection.step_graphs import step_graphs
 from megakv.injection.token_layers import TokenLayers
-from megakv.runtime import Runtime
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",

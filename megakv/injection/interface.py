@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megakv.attention.latent import LatentHeads
 from megakv.attention.reference import Scoring
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 ATTENTION_NAME = "megakv"
 ATTEND_ATTRIBUTE = "megakv_attend"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.distributed.comm import Communicator, Over
-from megakv.forward_pass import ForwardPass
+from megakv.forward.forward_pass import ForwardPass
 from megakv.injection.linears import FewRowsForward, FewRowsLinears
 from megakv.injection.weight_slice import Slice, cut_product, product
 from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention

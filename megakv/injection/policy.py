@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.device import upload
+from megakv.base.device import upload
 
 if TYPE_CHECKING:
     from megakv.injection.families import SubstitutedForward

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray
-from megakv.forward_pass import ForwardPass
+from megakv.forward.forward_pass import ForwardPass
 from megakv.injection.interface import ATTEND_ATTRIBUTE
 from megakv.injection.policy import depends_on_length
 

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megakv.attention.device_step import LayerKind, StepTables, attends_on_device
-from megakv.forward_pass import ForwardPass, Generation
-from megakv.injection.last_layer import LastLayerRows
-from megakv.runtime import Runtime
+from megakv.forward.forward_pass import ForwardPass, Generation
+from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.runtime import Runtime
 from megakv.tracking.measurements import CAPTURED
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,8 @@ from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, 
 from megakv.attention.step import RowTable
 from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
-from megakv.forward_pass import ForwardPass
+from megakv.forward.forward_pass import ForwardPass
+from megakv.forward.runtime import Runtime
 from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.layer_kind import (
     FEED_FORWARD,
@@ -32,7 +33,6 @@ from megakv.injection.layer_kind import (
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import Products, autocast
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
-from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"

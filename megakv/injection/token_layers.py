@@ -15,14 +15,14 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import load_layer
-from megakv.forward_pass import ForwardPass, Generation
-from megakv.injection.last_layer import LastLayerRows
+from megakv.forward.forward_pass import ForwardPass, Generation
+from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.runtime import Runtime
 from megakv.injection.layer_kind import calls_in_turn, forget_activations, is_known, modules_of
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import Products, layers_of
 from megakv.injection.prompt_layer import Blocks
 from megakv.injection.token_forward import TokenLayer
-from megakv.runtime import Runtime
 
 
 class TokenLayers:

@@ -9,12 +9,13 @@ from contextlib import ExitStack, suppress
 
 from transformers import PreTrainedModel
 
+from megakv.base.laws import CombinationError
 from megakv.costmodel.memory import stored_bytes
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
+from megakv.forward.runtime import Runtime
 from megakv.injection.interface import attention_modules
 from megakv.injection.policy import depends_on_length
-from megakv.laws import CombinationError
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.host_memory import available_memory, check_host_budget, in_units
 from megakv.offload.methods import AUTO
@@ -22,7 +23,6 @@ from megakv.offload.pages import PagePool
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
 from megakv.offload.weights import LayerWeights
-from megakv.runtime import Runtime
 from megakv.weights.tensor_parallel import NormOverHeads
 
 logger = logging.getLogger(__name__)

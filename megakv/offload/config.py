@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megakv.costmodel.offload import may_pay
+from megakv.base.sections import OneOf, Section
+from megakv.offload.equations import may_pay
 from megakv.offload.methods import AUTO, METHODS, methods_of
-from megakv.sections import OneOf, Section
 
 GIB = 1 << 30
 MOST = 1e9

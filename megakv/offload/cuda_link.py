@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.device import Clock, HostClock, on_device
+from megakv.base.device import Clock, HostClock, on_device
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
 from megakv.offload.host_memory import in_units

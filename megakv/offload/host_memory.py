@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.laws import CombinationError
+from megakv.base.laws import CombinationError
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.device import upload
-from megakv.forward_pass import ForwardPass, LastRows
+from megakv.base.device import upload
+from megakv.forward.forward_pass import ForwardPass, LastRows
+from megakv.forward.runtime import Runtime
 from megakv.offload.cache import group_layout
-from megakv.runtime import Runtime
 from megakv.weights.placement.plan import decoder_layers
 
 HIDDEN = "hidden_states"

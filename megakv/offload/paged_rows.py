@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.offload.disk import FileRows
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Move

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier, in_units
 from megakv.offload.link import Place

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
+from megakv.cache.ragged_attention import RaggedPart
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
-from megakv.fairkv.attention import RaggedPart
-from megakv.forward_pass import ForwardPass
+from megakv.forward.forward_pass import ForwardPass
+from megakv.forward.runtime import Runtime
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
@@ -39,7 +40,6 @@ from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import Strip, TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import LayerWeights
-from megakv.runtime import Runtime
 
 
 class Offloader:

@@ -8,7 +8,6 @@ from contextlib import suppress
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
-from megakv.costmodel.fitting import RESERVE
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import (
     STAGED_LAYERS,
@@ -17,13 +16,14 @@ from megakv.costmodel.memory import (
     grown_bytes,
     waiting_bytes,
 )
-from megakv.costmodel.schedule import BatchRate, best_groups, best_rate, group_counts
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout
 from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
+from megakv.offload.groups import BatchRate, best_groups, best_rate, group_counts
 from megakv.offload.profile import read_profile
+from megakv.planner.fitting import RESERVE
 
 ROWS = "row by row"
 

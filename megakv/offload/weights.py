@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.errors import MegaKVError
-from megakv.laws import CombinationError
+from megakv.base.errors import MegaKVError
+from megakv.base.laws import CombinationError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier, FileRows
 from megakv.offload.host_memory import HostTier, in_units

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.file_digests import CACHE, KeptDigests
 
 SUFFIX = ".gguf"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megakv.attention.methods import METHODS, MethodEntry
-from megakv.config import load_config
+from megakv.engine.config import load_config
 from megakv.launcher.commands import check
 from tests.distributed.launch import run_ranks
 from tests.distributed.toy_ring import ToyRing

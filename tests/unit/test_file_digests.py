@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.file_digests import KEPT, WINDOW, KeptDigests, _check, file_digest, state_of
 
 OTHER = "0" * 32

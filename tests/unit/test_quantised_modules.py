@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megakv
+from megakv.engine.loading import build_model
 from megakv.offload.config import OffloadConfig
 from megakv.weights.fingerprint import module_digests, plain_parts
-from megakv.weights.loading import build_model
 from megakv.weights.quantised import is_plain_linear, quantised_by
 from tests.families import FAMILIES, llama
 from tests.quantised_modules import WAYS, quantised

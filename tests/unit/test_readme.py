@@ -16,10 +16,10 @@ from docs.figures import DRAWINGS
 from docs.generated import FIGURE, ROOT, TABLES, documents, figure, refresh
 from docs.reference import JSON_TYPES, keys_of, options
 from megakv.attention.methods import decode_methods, prefill_methods
-from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
+from megakv.base.sections import OneOf
+from megakv.engine.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
 from megakv.launcher import run
 from megakv.launcher.command import _parser
-from megakv.sections import OneOf
 
 README = (ROOT / "README.md").read_text()
 CONFIG = (ROOT / "docs" / "config.md").read_text()

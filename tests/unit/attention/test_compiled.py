@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakv import library
 from megakv.attention import backends, compiled
 from megakv.attention.reference import dense_attention
+from megakv.base import library
 
 TILE = 64
 SOURCE = library.SOURCES / "decode.cpp"

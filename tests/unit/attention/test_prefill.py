@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megakv import library
 from megakv.attention import backends
 from megakv.attention.prefill import ROUNDED_TOLERANCE, PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, dense_attention
+from megakv.base import library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.step import load_step
+from megakv.forward.runtime import Runtime
 from megakv.injection.linears import Products
-from megakv.runtime import Runtime
 from tests import families
 
 NEW = 20

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from megakv.base.partition import even
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, dense_bound
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.prefill import PrefillTimes, alone
-from megakv.runahead.partition import even
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import HEADS, PAIR_S, attention_only, pairs_s, row_s
 

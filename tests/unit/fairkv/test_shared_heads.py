@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.cache.layer import LayerMapping
 from megakv.cache.ragged import RaggedStore
 from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
 from megakv.cache.store import KVStore
-from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import EmulatedLink

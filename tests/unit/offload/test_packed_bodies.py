@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import RaggedBody
 from megakv.offload.bodies import PackedBody, TieredBody
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier

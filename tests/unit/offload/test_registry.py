@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.offload import GroupCosts
 from megakv.launcher.commands import check
+from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split
 from megakv.offload.methods import METHODS
 from tests.unit.offload.test_exactness import generate, plain_model, ragged

@@ -1,0 +1,393 @@
+"""What hangs on an engine: its mesh, its methods, and the forward pass that is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megakv.attention.device_step import LayerKind
+from megakv.attention.latent import LatentHeads, expanding_pays
+from megakv.attention.merge import add_sinks
+from megakv.attention.method import AttentionCall, AttentionMethod
+from megakv.attention.methods import METHODS
+from megakv.attention.reference import Scoring
+from megakv.attention.runahead import Runahead
+from megakv.attention.step import TokenStep, load_step, token_step
+from megakv.base.device import upload
+from megakv.cache.cache import ShardedCache
+from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
+from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.store import KVStore
+from megakv.costmodel.context_parallel import Workload
+from megakv.distributed.comm import Communicator
+from megakv.distributed.layouts import balanced
+from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.fairkv.compression import Compressor
+from megakv.fairkv.eviction import Eviction
+from megakv.fairkv.observation import Turn
+from megakv.fairkv.replicas import HeadReplicas
+from megakv.forward.choice import last_layer_method
+from megakv.forward.forward_pass import ForwardPass, Generation, Pauses, Wanted
+from megakv.forward.planning import PassPlanner
+
+WITHIN = " within"
+"""Behind the names of methods that serve passes within others."""
+
+
+@dataclass
+class Runtime:
+    """Attention of one engine's model over its mesh."""
+
+    comm: Communicator
+    planner: PassPlanner
+    """Decides where the tokens of a pass go and which methods serve it."""
+    compressor: Compressor | None = None
+    """Compresses the cache after a prompt."""
+    replicas: HeadReplicas | None = None
+    """KV heads on several tensor-parallel ranks that share their tokens."""
+    dtype: torch.dtype = torch.float32
+    """In which attention is computed and cached where its inputs are not of one type, or autocast would make them of
+    another: the model's.
+    """
+    current: ForwardPass | None = None
+    """The pass under way."""
+    pauses: Pauses | None = None
+    """Of the pass that begins next."""
+    generation: Generation | None = None
+    """The `generate` call under way."""
+    methods: dict[str, AttentionMethod] = field(default_factory=dict)
+    """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
+    rotate: Callable[[int, Tensor, int], Tensor] | None = None
+    """Moves a layer's keys ``[n, D]`` on by so many positions."""
+    last_layer: int | None = None
+    """The layer whose results nobody but the output head reads, if the model has such a one."""
+    few_rows: int = 1
+    """Tokens of a pass up to which layers compute it as a step of decoding, on all ranks alike."""
+    pairs: bool = False
+    """Whether that multiplies bfloat16 by pairs where a sequence has many of them."""
+    _life: int = 0
+    _kernel: bool | None = None
+
+    def __post_init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin with methods that expect nothing of an earlier pass."""
+        self._life = self.comm.failures.life
+        self.methods.clear()
+        for name in ("runahead", f"runahead{WITHIN}"):
+            self.methods[name] = Runahead(self.planner.runahead.chunk_tokens)
+
+    def new_cache(self, layers: int) -> ShardedCache:
+        """An empty cache in the memory of the model's device."""
+        mesh, compresses = self.comm.mesh, self.compressor is not None
+        # Beside what heads keep, which may be little, unused capacity counts.
+        least_growth = 2 if compresses else GROWTH_MINIMUM
+
+        def new_store(layer: int, prompts: IntArray) -> KVStore:
+            dense = partial(DenseStore, least_growth=least_growth)
+            shares = None if self.replicas is None else self.replicas.shares(layer)
+            return dense(len(prompts)) if shares is None else SharedHeadsStore(prompts, shares, dense)
+
+        return ShardedCache(
+            layers,
+            size=mesh.cp_size,
+            rank=mesh.cp_rank,
+            new_store=new_store,
+            compresses=compresses,
+            shares_heads=self.replicas is not None,
+            rotate=self.rotate,
+        )
+
+    @property
+    def eviction(self) -> Eviction | None:
+        """Keeps caches within their budgets while decoding, if they are to be."""
+        compressor = self.compressor
+        return None if compressor is None or compressor.interval is None else Eviction(compressor)
+
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> ForwardPass:
+        """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
+        if self._life != self.comm.failures.life:
+            # What was under way in a pass that failed went with its groups.
+            self._forget()
+            self.planner.forget()
+        lengths, size = np.diff(new.bounds), self.comm.mesh.cp_size
+        proposed = 0 if self.generation is None else self.generation.proposed
+        self.comm.ledger.decoding = proposed > 0 or int(lengths.max(initial=0)) <= 1
+        turn, compress, ends = self._turn(lengths, cache, slots)
+        evict: tuple[int, ...] = ()
+        watched = False
+        if (eviction := self.eviction) is not None and cache.compresses:
+            full, watched = eviction.plan(cache, lengths, turn, compress)
+            evict = full if ends else ()
+        rank = self.comm.mesh.cp_rank
+        if not len(new):
+            # There is nothing to attend to; a stand-in row on every rank goes through the layers.
+            layout = balanced(new, size)
+            # What came of a turn that goes on stays whole, windows or not: it may be compressed when it ends.
+            going = None if ends else turn
+            return ForwardPass(layout, cache, "local", slots, rank, wanted, turn=going, generation=self.generation)
+        held = cache.table.counts().sum(0) if cache.length else np.zeros_like(lengths)
+        workload = Workload(tuple(lengths.tolist()), tuple(held.tolist()), size)
+        layout, method = self.planner.plan(new, cache, workload, proposed)
+        # The last layer can do with the tokens whose results are asked for. It does where there is one of each
+        # sequence, as when text is generated, unless something may be compressed, which takes all queries.
+        asked = wanted.tokens(new.batch)
+        plain = self.replicas is None and turn is None and not (watched or evict) and self.pauses is None
+        # Where all rows go through layers at once, leaving some out would take longer than to compute them.
+        steps = plain and len(new) <= self.few_rows and (size == 1 or layout.replicated)
+        decodes = steps or self.planner.decodes(workload, proposed)
+        narrow = self.last_layer is not None and turn is None and not watched and not decodes
+        if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
+            layout = layout.narrowed(asked)
+        one = None
+        if plain and self._steps():
+            one = token_step(layout, cache, self.comm, self.few_rows, pairs=self.pairs)
+        return ForwardPass(
+            token_step=one,
+            layout=layout,
+            cache=cache,
+            method=method,
+            slots=slots,
+            rank=rank,
+            wanted=wanted,
+            workload=workload,
+            proposed=proposed,
+            turn=turn,
+            compress=compress,
+            evict=evict,
+            watched=watched,
+            generation=self.generation,
+        )
+
+    def _steps(self) -> bool:
+        """Whether every rank has the kernel of `TokenStep`: they exchange what it finds."""
+        if self._kernel is None:
+            self._kernel = load_step()[0] is not None
+            if self.comm.mesh.world_size > 1:
+                self._kernel = all(self.comm.gather_objects(self._kernel))
+        return self._kernel
+
+    def _turn(self, lengths: IntArray, cache: ShardedCache, slots: int) -> tuple[Turn | None, tuple[int, ...], bool]:
+        """The turn that a pass belongs to, if some of it may be compressed, the sequences that are with this pass, and
+        whether it ends.
+
+        A pass that is no part of a `generate` call's prompt is a turn of its own.
+        """
+        proposed = self.generation is not None and self.generation.proposed
+        if self.compressor is None or not cache.compresses or proposed:
+            # Candidates behind a prompt are no prompt.
+            return None, (), True
+        prompt = None if self.generation is None else self.generation.prompt
+        turn = Turn(cache.length, slots) if prompt is None or slots > prompt.stop else prompt
+        self.compressor.check(turn)
+        if slots < turn.stop:
+            possible = self.compressor.rows(np.array([turn.stop - turn.first]))
+            return turn if possible else None, (), False
+        rows = self.compressor.rows(lengths + cache.table.since(turn.first) if cache.length else lengths)
+        # Pieces of it may have been observed, though nothing is compressed after all.
+        told = self.compressor.interval is not None and turn.seen
+        return turn if rows or told else None, rows, True
+
+    def attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        """Store the new keys and values, then attend over all ranks, in one type.
+
+        Under autocast a model hands over what its operators happen to return, in one turn of a session and perhaps not
+        in the next: messages, caches and merges are all in the model's type, which loses nothing.
+
+        ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` are this rank's packed tokens, `sinks` is ``[H]``;
+        returned is ``[1, L, H, Dv]`` in the type of `q_BHSD`. Rows beyond those of the layout stand in for an empty
+        shard: they are neither stored nor attended from. Neither are, in the last layer, queries of tokens that nothing
+        is asked of: their results are zero.
+        """
+        kind, step = q_BHSD.device.type, self.current
+        if step is not None and step.device_step is not None:
+            return step.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        if step is not None and step.kinds is not None:
+            step.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
+        if step is not None and step.pauses is not None:
+            self._reach(step.pauses, 2 * layer)
+        if step is not None and step.token_step is not None:
+            out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+            if out is not None:
+                return out
+        if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
+            out = self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        else:
+            with torch.autocast(kind, enabled=False):
+                q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
+                out = self._attend(layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
+        if step is not None and step.pauses is not None and not step.more:
+            self._reach(step.pauses, 2 * layer + 1)
+        return out
+
+    def _reach(self, pauses: Pauses, stop: int) -> None:
+        decoding = self.comm.ledger.decoding
+        pauses.reach(stop)
+        self.comm.ledger.decoding = decoding
+
+    def _attend(
+        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
+    ) -> Tensor:
+        step = self.current
+        assert step is not None, "attention outside a forward pass"
+        self.comm.ledger.leave_dense()
+        rows, length = len(step.tokens), q_BHSD.shape[2]
+        wanted = step.layout.wanted if layer == self.last_layer else None
+        index = None if wanted is None else step.once("wanted", lambda: upload(wanted[step.rank], q_BHSD.device))
+        store = step.cache.store(layer)
+        step.cache.windows[layer] = scoring.window
+        if step.workload is None:
+            # As where a piece of a prompt is nothing but padding. Nothing begins, nor ends, in a store.
+            store.finish()
+            return q_BHSD.new_zeros((1, length, q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
+        # No later pass belongs to a turn that ends.
+        ends = step.turn is None or step.slots == step.turn.stop
+        store.begin(complete=step.complete, turn=step.turn is not None, ends=ends)
+        q_HLD, k_KLD, v_KLD = q_BHSD[0], k_BKSD[0], v_BKSD[0]
+        if rows < length:
+            k_KLD, v_KLD = k_KLD[:, :rows], v_KLD[:, :rows]
+        if not step.layout.gathered:
+            self._store(step, store, k_KLD, v_KLD)
+        if index is not None:
+            q_HLD = q_HLD.index_select(1, index)
+        elif rows < length:
+            q_HLD = q_HLD[:, :rows]
+        lift: Callable[[Tensor], Tensor] | None = None
+        if (latent := scoring.latent) is not None and not self._expands(step, latent, narrowed=index is not None):
+            q_HLD, scoring, lift = latent.absorb(q_HLD), scoring.absorbed(), latent.lift
+        call = AttentionCall(
+            layer=layer,
+            q_HLD=q_HLD,
+            k_KLD=k_KLD,
+            v_KLD=v_KLD,
+            layout=step.layout,
+            scoring=scoring,
+            kv_heads=k_BKSD.shape[1],
+            key_dim=k_BKSD.shape[3],
+            value_dim=scoring.value_columns or scoring.value_dim(v_BKSD),
+            store=store,
+            table=step.cache.table,
+            comm=self.comm,
+            compressed=step.cache.holds_compressed,
+            narrowed=index is not None,
+            pauses=step.pauses is not None,
+        )
+        results = [self._attended(step, part) for part in step.cache.divided(call)]
+        out_HLD, lse_HL = (
+            results[0] if len(results) == 1 else (torch.cat(each, dim=1) for each in zip(*results, strict=True))
+        )
+        if self.replicas is not None:
+            scored = step.turn is not None or step.watched
+            out_HLD, lse_HL = self.replicas.merge(call, out_HLD, lse_HL, complete=step.complete, scored=scored)
+        whole, given = lse_HL, {}
+        if step.turn is not None or step.watched:
+            whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
+        if step.turn is not None:
+            assert self.compressor is not None
+            if step.compress:
+                given = self.compressor.compress(call, whole, step.turn, step.compress)
+            elif not ends:
+                self.compressor.observe(call, whole, step.turn)
+        if lift is not None:
+            # Before the store has finished: another layer's weights may come after that.
+            out_HLD = lift(out_HLD.to(q_BHSD.dtype))
+        if not step.more:
+            store.finish()
+            if (eviction := self.eviction) is not None:
+                eviction.follow(call, whole, step, given)
+            if step.turn is None:
+                step.cache.attended(layer, step.slots)
+        if sinks is not None:
+            out_HLD = add_sinks(out_HLD, lse_HL, sinks)
+        out_LHD = out_HLD.transpose(0, 1).to(q_BHSD.dtype, memory_format=torch.contiguous_format)
+        if rows < length or call.narrowed:
+            whole_LHD = q_BHSD.new_zeros((length, *out_LHD.shape[1:]))
+            whole_LHD[slice(rows) if index is None else index] = out_LHD
+            out_LHD = whole_LHD
+        self.comm.ledger.enter_dense()
+        return out_LHD[None].contiguous()
+
+    def _token_attended(
+        self,
+        step: ForwardPass,
+        one: TokenStep,
+        layer: int,
+        q_BHSD: Tensor,
+        k_BKSD: Tensor,
+        v_BKSD: Tensor,
+        scoring: Scoring,
+        sinks: Tensor | None,
+    ) -> Tensor | None:
+        """All of it in one call; None, with nothing done, where the layer or its store is not for that."""
+        if not one.computes(q_BHSD, k_BKSD, v_BKSD, scoring):
+            return None
+        out = one.attend(layer, step.cache.store(layer), q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        if out is not None:
+            self.stepped(step, layer, scoring.window)
+            self.comm.ledger.enter_dense()
+        return out
+
+    def stepped(self, step: ForwardPass, layer: int, window: int | None, method: str | None = None) -> None:
+        """A layer has stored the new rows of a step of decoding, and attended to all; by that method, or the pass's."""
+        step.cache.windows[layer] = window
+        step.cache.attended(layer, step.slots)
+        self.comm.ledger.attended(method or str(step.method))
+
+    @staticmethod
+    def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:
+        """Whether the rows of a pass are attended to as heads of their own, on all ranks alike.
+
+        What is compressed, or was, is not: it is chosen, and lies, by KV heads as they are cached.
+        """
+        compressed = step.turn is not None or step.watched or step.cache.holds_compressed
+        if narrowed or compressed or step.workload is None:
+            return False
+        new, cached, ranks = step.workload.new, step.workload.cached, step.workload.size
+        dims = latent.rank, latent.key_dim, latent.value_dim
+        return step.once(("expands", *dims), lambda: expanding_pays(*dims, new, cached, ranks))
+
+    def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
+        """Append what this rank computed and keeps."""
+        stored = step.layout.stored[step.rank]
+        kept = step.once("kept", lambda: _kept(step, k_KLD.device))
+        if kept is None:
+            store.append_each(stored.sequences, k_KLD, v_KLD)
+            return
+        for sequence, rows in kept:
+            store.append(sequence, *((k_KLD, v_KLD) if rows is None else (k_KLD[:, rows], v_KLD[:, rows])))
+
+    def _attended(self, step: ForwardPass, call: AttentionCall) -> tuple[Tensor, Tensor]:
+        name = step.method or self.planner.prefill_method(step, call)
+        if call.narrowed:
+            name = last_layer_method(name, call)
+        self.comm.ledger.attended(name)
+        own = name if step.outer is None else name + WITHIN
+        if own not in self.methods:
+            self.methods[own] = METHODS[name].make()
+        return self.methods[own](call)
+
+
+def _kept(step: ForwardPass, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
+    """Of the tokens that this rank computes, the rows that it keeps of each sequence; None in the place of all rows.
+
+    Nothing where it keeps a single row of each of several sequences, in their order.
+    """
+    stored, rows = step.layout.stored[step.rank], step.layout.kept_rows(step.rank)
+    if rows is None and len(stored) > 1 and stored.single:
+        return None
+    index = None if rows is None else upload(rows, device)
+    runs = [(sequence, stored.run(sequence)) for sequence in range(step.batch)]
+    whole = len(step.tokens)
+    return [
+        (sequence, None if run.stop - run.start == whole else run if index is None else index[run])
+        for sequence, run in runs
+        if run.stop > run.start
+    ]
