@@ -32,8 +32,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 import megakv
 from megakv.base.sections import registered
 from megakv.distributed.mesh import stop_distributed
-from megakv.engine.config import ContextParallelConfig
 from megakv.fairkv.methods import METHODS as COMPRESSION
+from megakv.forward.config import ContextParallelConfig
 from megakv.launcher.process import quiet_libraries
 from megakv.offload.config import OffloadConfig
 

@@ -11,7 +11,7 @@ from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
 from megakv.forward.forward_pass import Pauses
-from megakv.injection.interface import attention_modules
+from megakv.weights.placement.attention import attention_modules
 
 
 @dataclass

@@ -16,9 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from megakv.distributed.compat import extensions_folder
-
-SOURCES = Path(__file__).with_name("csrc")
+SOURCES = Path(__file__).parents[1] / "csrc"
 FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 VECTORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
@@ -43,6 +41,13 @@ def load(name: str, make: Callable[[Path], Kernel], check: Callable[[Kernel], st
         return None, str(error)
     problem = check(kernel)
     return (None, problem) if problem else (kernel, "")
+
+
+def extensions_folder() -> Path:
+    """Where PyTorch, and with it DeepSpeed, keeps what it compiles: no public function knows of its own variable."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
 
 
 def library(name: str) -> Path:

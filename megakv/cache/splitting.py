@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megakv.cache.layer import LayerMapping
-from megakv.fairkv.assignment import TOLERANCE
 
+TOLERANCE = 1e-9
+"""Relative difference below which two loads are equal."""
 MOST_SETS = 1 << 12
 """Sets of ranks that `slowest_loads` looks at; beyond, the flow itself is faster."""
 

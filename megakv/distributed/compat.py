@@ -100,13 +100,6 @@ def take_device() -> None:
     accelerator.set_device(index)
 
 
-def extensions_folder() -> Path:
-    """Where PyTorch, and with it DeepSpeed, keeps what it compiles: no public function knows of its own variable."""
-    from torch.utils.cpp_extension import get_default_build_root
-
-    return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
-
-
 def op_folder(op: str) -> Path:
     """Where PyTorch builds an op of DeepSpeed's that was not installed with it."""
     from torch.utils.cpp_extension import _get_build_directory

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.base.json_files import read_json
 from megakv.base.laws import CombinationError, repeated
 from megakv.base.refusals import refusal, shown
-from megakv.base.sections import OneOf, Section
+from megakv.base.sections import Section
 from megakv.fairkv.config import FairKVConfig
+from megakv.forward.config import ContextParallelConfig
 from megakv.offload.config import OffloadConfig
 from megakv.offload.methods import AUTO, METHODS
 from megakv.runahead.config import RunaheadConfig
@@ -41,31 +41,6 @@ _REASONS = {
 }
 REFUSED_KEYS = {key: reason for reason, keys in _REASONS.items() for key in keys.split()}
 REFUSED_TP_KEYS = ("mpu", "tp_group", "tp_grain_size")
-
-
-class ContextParallelConfig(Section):
-    """Section ``megakv.context_parallel``."""
-
-    size: int = Field(1, ge=1)
-    """Context-parallel ranks; times ``tensor_parallel.tp_size`` it must be the number of ranks started."""
-
-    prefill: Annotated[str, OneOf(lambda: ("auto", *prefill_methods()))] = "auto"
-    """How the tokens of a prompt attend across ranks: docs/methods.md."""
-
-    decode: Annotated[str, OneOf(lambda: ("auto", *decode_methods()))] = "auto"
-    """The same for fewer than 2N new tokens in each sequence, as in decoding."""
-
-    policy: Literal["cost", "alg1", "alg5", "fitted"] = "cost"
-    """How ``auto`` chooses: docs/methods.md#auto."""
-
-    profile: str | None = None
-    """File that ``megakv profile --json`` wrote. ``alg1`` and ``alg5`` need it, ``cost`` does better with it."""
-
-    fit: str | None = None
-    """File that ``megakv fit-policy --json`` wrote. ``fitted`` needs it."""
-
-    accept_foreign_profile: bool = False
-    """Whether ``profile`` and ``fit`` may come from another machine, world or model."""
 
 
 class MegaKVSection(Section):

@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakv.cache.layer import LayerMapping
+from megakv.cache.splitting import TOLERANCE
 from megakv.fairkv import program
-from megakv.fairkv.assignment import TOLERANCE, Criterion, Schemes, lower_bounds
+from megakv.fairkv.assignment import Criterion, Schemes, lower_bounds
 from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
 
 Weights = Sequence[Sequence[float]]

@@ -31,7 +31,7 @@ class Replica(BaseModel):
 
 
 class Balance(BaseModel):
-    """How evenly a mapping loads the ranks, as in `megakv.cache.layer`.
+    """How evenly a mapping loads the ranks, as in `megakv.base.loads`.
 
     ``loads[layer][rank]`` are kept tokens that the rank attends to, `rank_loads` their sums, which is its memory.
     """

@@ -17,7 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.cache.layer import barrier_utilisation, contiguous_layer
+from megakv.base.loads import barrier_utilisation
+from megakv.cache.layer import contiguous_layer
 from megakv.costmodel.records import Record, load_record
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import divide

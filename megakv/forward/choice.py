@@ -44,7 +44,7 @@ from megakv.costmodel.shape import AttentionShape, ModelShape, local_heads
 from megakv.costmodel.sliced import SlicedTimes
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
-from megakv.engine.config import ContextParallelConfig
+from megakv.forward.config import ContextParallelConfig
 from megakv.forward.policy_fit import PolicyFit, load_fit
 from megakv.forward.prefill_planner import PrefillPlanner
 

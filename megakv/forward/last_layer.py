@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.forward.forward_pass import LastRows
-from megakv.injection.interface import attention_modules
 from megakv.weights.fp8 import feed_forward_linears
-from megakv.weights.placement.attention import OUTPUTS, SEPARATE
+from megakv.weights.placement.attention import OUTPUTS, SEPARATE, attention_modules
 from megakv.weights.placement.plan import decoder_layers
 
 QUERIES = SEPARATE[0]

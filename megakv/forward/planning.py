@@ -21,7 +21,6 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.distributed.layouts import balanced, by_sequence, contiguous, on_last_rank, replicated, round_robin
 from megakv.distributed.sharding import Layout, TokenBlock
-from megakv.engine.config import ContextParallelConfig
 from megakv.forward.choice import (
     Evidence,
     PrefillChoice,
@@ -31,6 +30,7 @@ from megakv.forward.choice import (
     load_evidence,
     plan_prefill,
 )
+from megakv.forward.config import ContextParallelConfig
 from megakv.forward.forward_pass import ForwardPass
 from megakv.forward.prefill_planner import PrefillPlanner
 from megakv.runahead.config import RunaheadConfig

@@ -1,8 +1,8 @@
 """Keys as if their tokens stood further on: for caches in which a token's position is its place among what is held.
 
 With rotary embeddings only distances count, so it is enough to rotate the keys of the few tokens that lie before a gap;
-with ALiBi (see `megakv.cache.ragged_attention.RaggedPart`) there is nothing to rotate. Which columns of a key form pairs is
-the family's own function's to know; that it is understood is seen by computing keys at two positions.
+with ALiBi (see `megakv.cache.ragged_attention.RaggedPart`) there is nothing to rotate. Which columns of a key form
+pairs is the family's own function's to know; that it is understood is seen by computing keys at two positions.
 """
 
 from __future__ import annotations

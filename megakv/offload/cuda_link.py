@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megakv.base.device import Clock, HostClock, on_device
+from megakv.base.units import in_units
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
-from megakv.offload.host_memory import in_units
 from megakv.offload.link import Direction, Link, Move, Traffic, Transfer
 
 logger = logging.getLogger(__name__)

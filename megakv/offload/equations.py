@@ -256,8 +256,3 @@ def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float,
     # Neither takes less than nothing.
     scale = seconds / (tokens + fixed)
     return (scale * tokens / tokens_s if tokens_s else 1.0), (scale * fixed / fixed_s if fixed_s else 1.0)
-
-
-def may_pay(input_bytes: float, kv_bytes: float) -> bool:
-    """Whether recomputing may pay on any machine: activations must be fewer bytes than keys and values."""
-    return input_bytes < kv_bytes

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import (
+    RESERVE,
     STAGED_LAYERS,
     activation_bytes,
     grouped_tokens,
@@ -23,7 +24,6 @@ from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
 from megakv.offload.groups import BatchRate, best_groups, best_rate, group_counts
 from megakv.offload.profile import read_profile
-from megakv.planner.fitting import RESERVE
 
 ROWS = "row by row"
 

@@ -12,6 +12,7 @@ from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.stored_rows import may_pay
 from megakv.offload.equations import (
     RESIDENT,
     GroupCosts,
@@ -19,7 +20,6 @@ from megakv.offload.equations import (
     Placement,
     WeightTimes,
     disk_seconds,
-    may_pay,
     placed,
 )
 from megakv.offload.method import Split

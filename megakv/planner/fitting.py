@@ -7,13 +7,11 @@ from dataclasses import replace
 from functools import cached_property
 
 from megakv.costmodel.machine_spec import MachineSpec
-from megakv.costmodel.memory import RankMemory, rank_memory
+from megakv.costmodel.memory import RESERVE, RankMemory, rank_memory
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.groups import group_counts
 from megakv.planner.choices import MOST_GPUS, Demand, Fit, Mesh, Rejection, meshes
 
-RESERVE = 0.05
-"""What part of an accelerator's memory is left to allocator and libraries."""
 HOST_RESERVE = 0.1
 """What part of a host's memory is left to its system and to the processes themselves."""
 BUDGETS = (0.5, 0.25, 0.125)

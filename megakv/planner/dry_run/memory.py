@@ -71,7 +71,7 @@ def virtual_rank(
     offload, largest = config.megakv.offload, max(share.row_bytes)
     if offload.enabled:
         # As in the engine, what a last rank collects comes without activations.
-        given: dict[str, Any] = {"batch": batch, "offload": offload}
+        given: dict[str, Any] = {"batch": batch, "offload": offload.sizes}
         given["recomputes"] = config.megakv.runahead.kv == "sharded" or config.cp_size == 1
         if kept_share < 1:
             kv, host = offloaded_bytes(shape, share.row_bytes, answer, compressed=round(kept * kept_share), **given)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from megakv.attention.methods import is_contiguous
 from megakv.base.partition import even, explicit
+from megakv.base.units import in_units
 from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
@@ -23,7 +24,6 @@ from megakv.engine.generation import LengthLimits
 from megakv.engine.loading import empty_model
 from megakv.engine.named_files import check_files
 from megakv.fairkv.placement import place_heads, read_mapping
-from megakv.offload.host_memory import in_units
 from megakv.planner.dry_run.memory import GB, VirtualRank, kept_share, virtual_rank
 from megakv.planner.dry_run.share import WholeModel
 from megakv.weights.folder import local_directory, read_config

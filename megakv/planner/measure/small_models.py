@@ -22,8 +22,8 @@ from megakv.costmodel.hardware import CallTimes, HardwareProfile
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stopwatch import Alone, Case, Cases, Pool
 from megakv.distributed.agreement import Agreement
-from megakv.engine.config import ContextParallelConfig
 from megakv.engine.generation_call import agreed_call
+from megakv.forward.config import ContextParallelConfig
 from megakv.forward.forward_pass import Generation
 from megakv.forward.planning import PassPlanner
 from megakv.forward.runtime import Runtime

@@ -27,8 +27,8 @@ from megakv.costmodel.stopwatch import Pool
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh, start_distributed
-from megakv.engine.config import ContextParallelConfig
 from megakv.forward.choice import load_evidence
+from megakv.forward.config import ContextParallelConfig
 from megakv.forward.planning import PassPlanner
 from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.planner.measure.policy_points import fit_policy

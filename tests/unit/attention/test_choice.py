@@ -14,7 +14,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import Fingerprint, HardwareProfile
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
-from megakv.engine.config import ContextParallelConfig, load_config
+from megakv.engine.config import load_config
 from megakv.forward.choice import (
     Evidence,
     algorithm_1,
@@ -23,6 +23,7 @@ from megakv.forward.choice import (
     choose_prefill,
     load_evidence,
 )
+from megakv.forward.config import ContextParallelConfig
 from megakv.forward.planning import PassPlanner
 from tests.unit.costmodel.profiles import fingerprint, ideal, pair_table
 from tests.unit.costmodel.test_policy_fit import PUBLISHED, make_fit

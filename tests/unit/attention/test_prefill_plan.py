@@ -12,8 +12,8 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.prefill import PrefillTimes
-from megakv.engine.config import ContextParallelConfig
 from megakv.forward.choice import Evidence, PrefillChoice, plan_prefill, serves_first_turns_only
+from megakv.forward.config import ContextParallelConfig
 from megakv.forward.prefill_planner import PrefillPlanner
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import attention_only

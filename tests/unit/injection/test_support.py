@@ -13,9 +13,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 
 import megakv
 from megakv.engine.loading import build_model
-from megakv.injection.interface import ATTEND_ATTRIBUTE, attention_modules
+from megakv.injection.interface import ATTEND_ATTRIBUTE
 from megakv.offload.weights import ALIGNMENT, layer_places
 from megakv.planner.dry_run import dry_run
+from megakv.weights.placement.attention import attention_modules
 from tests.tiny_configs import FAMILIES, VOCAB, tiny_config
 
 # What cannot be had in tiny, and why.
