@@ -10,7 +10,7 @@ import torch
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
-from megakv.forward.forward_pass import Pauses
+from megakv.forward.pauses import Pauses
 from megakv.weights.placement.attention import attention_modules
 
 

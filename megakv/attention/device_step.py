@@ -61,7 +61,7 @@ class LayerKind:
 
 
 class Step(Protocol):
-    """What is asked of a `megakv.forward.forward_pass.ForwardPass`."""
+    """What is asked of a `megakv.forward.pass_plan.PassPlan`."""
 
     cache: Any
 

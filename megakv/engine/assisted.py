@@ -15,7 +15,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, Sto
 from megakv.distributed.agreement import Agreement
 from megakv.engine.candidates import Candidates, Lookup, RankZeroSource, Source
 from megakv.engine.generation_call import RankZero
-from megakv.forward.forward_pass import Generation
+from megakv.forward.pass_plan import Generation
 
 
 class AssistedModel:

@@ -37,7 +37,8 @@ from megakv.engine.session import Session
 from megakv.engine.session_files import HeadsHere, heads_of
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
-from megakv.forward.forward_pass import Generation, Pauses
+from megakv.forward.pass_plan import Generation
+from megakv.forward.pauses import Pauses
 from megakv.forward.runtime import Runtime
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
@@ -100,6 +101,7 @@ class MegaKVEngine(InferenceEngine):
         own_cache = partial(new_cache, layers)
         hooks = ForwardHooks(model, runtime, own_cache, here=here, in_memory=in_memory, graphs=graphs)
         owned.callback(hooks.remove)
+        runtime.planner.traits = hooks.traits
         self._limits = LengthLimits(model, config)
         comm.ledger.timeline = config.megakv.tracking.records_events
         settings = config.model_dump(mode="json", by_alias=True, fallback=str)
@@ -278,7 +280,7 @@ class MegaKVEngine(InferenceEngine):
         """Refuse settings with which `extend` cannot work, by a ValueError that names the setting."""
         self.check_open()
         assert self._hooks is not None
-        check_serves(self._config, length_dependent=self._hooks.length_dependent)
+        check_serves(self._config, length_dependent=self._hooks.traits.length_dependent)
 
     @without_autograd
     def extend(

@@ -20,7 +20,7 @@ Tokens = Sequence[int] | Tensor
 def check_serves(config: MegaKVConfig, *, length_dependent: bool) -> None:
     """Refuse to serve several sequences with settings that cannot, by the name of the first of them.
 
-    `length_dependent` is as of `ForwardHooks`.
+    `length_dependent` is as in `ModelTraits`.
     """
     partition = config.megakv.runahead.partition
     if not isinstance(partition, str) and sum(partition) > 1 and all(isinstance(part, int) for part in partition):

@@ -31,8 +31,9 @@ from megakv.forward.choice import (
     plan_prefill,
 )
 from megakv.forward.config import ContextParallelConfig
-from megakv.forward.forward_pass import ForwardPass
+from megakv.forward.pass_plan import PassPlan
 from megakv.forward.prefill_planner import PrefillPlanner
+from megakv.forward.traits import ModelTraits
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.source import PartitionSource
 
@@ -59,10 +60,7 @@ class PassPlanner:
     runahead: RunaheadConfig = field(default_factory=RunaheadConfig)
     divided: bool = False
     """Whether replicas of KV heads share tokens: like compressed ones, those do not travel."""
-    slices: bool | None = None
-    """Whether what ranks are spared by slices of feed-forward layers is worth a message; None: they have no slices."""
-    sliced_rows: int = 0
-    """Tokens of a pass up to which slices, of all tokens on every rank, take less than shards of them do."""
+    traits: ModelTraits = field(default_factory=ModelTraits)
     choice: PrefillChoice | None = None
     """How the last prompt was spread."""
     _decode_methods: dict[Workload, str] = field(default_factory=dict)
@@ -106,7 +104,7 @@ class PassPlanner:
     def _by_slices(self, workload: Workload) -> bool:
         """Whether a short prompt is computed as a step of decoding is."""
         free = self.config.prefill == "auto" and not self.gathers and not self.divided
-        return free and workload.total_new <= self.sliced_rows and self.decode_method(workload) == "tensor"
+        return free and workload.total_new <= self.traits.sliced_rows and self.decode_method(workload) == "tensor"
 
     def plan(
         self, new: TokenBlock, cache: ShardedCache, workload: Workload, proposed: int = 0
@@ -149,7 +147,7 @@ class PassPlanner:
             return layout or balanced(new, size, held), method
         return contiguous(new, partitions, gathered=method == "runahead" and self.gathers), method
 
-    def prefill_method(self, step: ForwardPass, call: AttentionCall) -> str:
+    def prefill_method(self, step: PassPlan, call: AttentionCall) -> str:
         """The choice of a layer, by the tensors that it really has: that of the first rank of its ring, on all."""
         scoring = call.scoring
         shape = AttentionShape(
@@ -165,7 +163,7 @@ class PassPlanner:
         )
         return step.once(shape, lambda: self._agreed_prefill(step, shape, call.layer))
 
-    def _agreed_prefill(self, step: ForwardPass, shape: AttentionShape, layer: int) -> str:
+    def _agreed_prefill(self, step: PassPlan, shape: AttentionShape, layer: int) -> str:
         if self.config.prefill != "auto":
             return self.config.prefill
         assert step.workload is not None
@@ -218,7 +216,9 @@ class PassPlanner:
             if len(self._decode_methods) >= KEPT_CHOICES:
                 self._decode_methods.clear()
             self._decode_methods[known] = self._agreement.decide(
-                lambda: choose_decode(self.evidence, known, self.shape, self.comm.mesh.tp_size, slices=self.slices)
+                lambda: choose_decode(
+                    self.evidence, known, self.shape, self.comm.mesh.tp_size, slices=self.traits.slices
+                )
             )
         return self._decode_methods[known]
 

@@ -26,14 +26,18 @@ from megakv.cache.store import KVStore
 from megakv.costmodel.context_parallel import Workload
 from megakv.distributed.comm import Communicator
 from megakv.distributed.layouts import balanced
-from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.fairkv.compression import Compressor
+from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.forward.choice import last_layer_method
-from megakv.forward.forward_pass import ForwardPass, Generation, Pauses, Wanted
+from megakv.forward.pass_plan import Generation, PassPlan, PassState
+from megakv.forward.pauses import Pauses
 from megakv.forward.planning import PassPlanner
+from megakv.forward.traits import ModelTraits
+from megakv.forward.wanted import LastRows, Wanted
 
 WITHIN = " within"
 """Behind the names of methods that serve passes within others."""
@@ -54,7 +58,7 @@ class Runtime:
     """In which attention is computed and cached where its inputs are not of one type, or autocast would make them of
     another: the model's.
     """
-    current: ForwardPass | None = None
+    current: PassPlan | None = None
     """The pass under way."""
     pauses: Pauses | None = None
     """Of the pass that begins next."""
@@ -64,17 +68,16 @@ class Runtime:
     """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
     rotate: Callable[[int, Tensor, int], Tensor] | None = None
     """Moves a layer's keys ``[n, D]`` on by so many positions."""
-    last_layer: int | None = None
-    """The layer whose results nobody but the output head reads, if the model has such a one."""
-    few_rows: int = 1
-    """Tokens of a pass up to which layers compute it as a step of decoding, on all ranks alike."""
-    pairs: bool = False
-    """Whether that multiplies bfloat16 by pairs where a sequence has many of them."""
     _life: int = 0
     _kernel: bool | None = None
 
     def __post_init__(self) -> None:
         self._forget()
+
+    @property
+    def traits(self) -> ModelTraits:
+        """Properties of the model."""
+        return self.planner.traits
 
     def _forget(self) -> None:
         """Begin with methods that expect nothing of an earlier pass."""
@@ -110,7 +113,16 @@ class Runtime:
         compressor = self.compressor
         return None if compressor is None or compressor.interval is None else Eviction(compressor)
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> ForwardPass:
+    def plan(
+        self,
+        new: TokenBlock,
+        cache: ShardedCache,
+        slots: int,
+        wanted: Wanted,
+        *,
+        use_cache: bool = True,
+        return_dict: bool = True,
+    ) -> PassPlan:
         """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
         if self._life != self.comm.failures.life:
             # What was under way in a pass that failed went with its groups.
@@ -122,6 +134,9 @@ class Runtime:
         turn, compress, ends = self._turn(lengths, cache, slots)
         evict: tuple[int, ...] = ()
         watched = False
+        pauses, self.pauses = self.pauses, None
+        # A pass that was broken off, as by Ctrl-C, is no outer one.
+        outer = self.current if self.current is not None and self.current.pausing else None
         if (eviction := self.eviction) is not None and cache.compresses:
             full, watched = eviction.plan(cache, lengths, turn, compress)
             evict = full if ends else ()
@@ -131,24 +146,42 @@ class Runtime:
             layout = balanced(new, size)
             # What came of a turn that goes on stays whole, windows or not: it may be compressed when it ends.
             going = None if ends else turn
-            return ForwardPass(layout, cache, "local", slots, rank, wanted, turn=going, generation=self.generation)
+            last, state = self._last_rows(layout, wanted)
+            return PassPlan(
+                layout=layout,
+                cache=cache,
+                method="local",
+                slots=slots,
+                rank=rank,
+                wanted=wanted,
+                last=last,
+                compression=CompressionPlan(going),
+                generation=self.generation,
+                pauses=pauses,
+                outer=outer,
+                use_cache=use_cache,
+                return_dict=return_dict,
+                state=state,
+            )
         held = cache.table.counts().sum(0) if cache.length else np.zeros_like(lengths)
         workload = Workload(tuple(lengths.tolist()), tuple(held.tolist()), size)
         layout, method = self.planner.plan(new, cache, workload, proposed)
         # The last layer can do with the tokens whose results are asked for. It does where there is one of each
         # sequence, as when text is generated, unless something may be compressed, which takes all queries.
         asked = wanted.tokens(new.batch)
-        plain = self.replicas is None and turn is None and not (watched or evict) and self.pauses is None
+        compression = CompressionPlan(turn, compress, evict, watched)
+        plain = self.replicas is None and compression.idle and pauses is None
         # Where all rows go through layers at once, leaving some out would take longer than to compute them.
-        steps = plain and len(new) <= self.few_rows and (size == 1 or layout.replicated)
+        steps = plain and len(new) <= self.traits.few_rows and (size == 1 or layout.replicated)
         decodes = steps or self.planner.decodes(workload, proposed)
-        narrow = self.last_layer is not None and turn is None and not watched and not decodes
+        narrow = self.traits.last_layer is not None and not compression.scored and not decodes
         if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
             layout = layout.narrowed(asked)
+        last, state = self._last_rows(layout, wanted)
         one = None
         if plain and self._steps():
-            one = token_step(layout, cache, self.comm, self.few_rows, pairs=self.pairs)
-        return ForwardPass(
+            one = token_step(layout, cache, self.comm, self.traits.few_rows, pairs=self.traits.pairs)
+        return PassPlan(
             token_step=one,
             layout=layout,
             cache=cache,
@@ -158,12 +191,29 @@ class Runtime:
             wanted=wanted,
             workload=workload,
             proposed=proposed,
-            turn=turn,
-            compress=compress,
-            evict=evict,
-            watched=watched,
+            last=last,
+            compression=compression,
             generation=self.generation,
+            pauses=pauses,
+            outer=outer,
+            use_cache=use_cache,
+            return_dict=return_dict,
+            state=state,
         )
+
+    def _last_rows(self, layout: Layout, wanted: Wanted) -> tuple[LastRows, PassState]:
+        """The packed rows of this rank whose logits are wanted, and the state of a pass that knows them.
+
+        A stand-in row keeps tensors non-empty, and carries the longest position to rotary embeddings that need it.
+        """
+        rank = self.comm.mesh.cp_rank
+        tokens = layout.tokens[rank]
+        longest = self.traits.length_dependent and len(tokens) and tokens.position.max() < layout.max_position
+        found = wanted.among(tokens)
+        local = found[1]
+        rows = upload(local if len(local) else np.zeros(1, dtype=np.int64), self.comm.mesh.device)
+        length = len(tokens) + bool(len(tokens) == 0 or longest)
+        return LastRows(rows, length, layout.wanted is not None), PassState(made={PassPlan.wanted_key(rank): found})
 
     def _steps(self) -> bool:
         """Whether every rank has the kernel of `TokenStep`: they exchange what it finds."""
@@ -208,10 +258,10 @@ class Runtime:
         is asked of: their results are zero.
         """
         kind, step = q_BHSD.device.type, self.current
-        if step is not None and step.device_step is not None:
-            return step.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-        if step is not None and step.kinds is not None:
-            step.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
+        if step is not None and step.state.device_step is not None:
+            return step.state.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+        if step is not None and step.state.kinds is not None:
+            step.state.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
         if step is not None and step.pauses is not None:
             self._reach(step.pauses, 2 * layer)
         if step is not None and step.token_step is not None:
@@ -240,7 +290,7 @@ class Runtime:
         assert step is not None, "attention outside a forward pass"
         self.comm.ledger.leave_dense()
         rows, length = len(step.tokens), q_BHSD.shape[2]
-        wanted = step.layout.wanted if layer == self.last_layer else None
+        wanted = step.layout.wanted if layer == self.traits.last_layer else None
         index = None if wanted is None else step.once("wanted", lambda: upload(wanted[step.rank], q_BHSD.device))
         store = step.cache.store(layer)
         step.cache.windows[layer] = scoring.window
@@ -249,8 +299,8 @@ class Runtime:
             store.finish()
             return q_BHSD.new_zeros((1, length, q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
         # No later pass belongs to a turn that ends.
-        ends = step.turn is None or step.slots == step.turn.stop
-        store.begin(complete=step.complete, turn=step.turn is not None, ends=ends)
+        ends = step.compression.turn is None or step.slots == step.compression.turn.stop
+        store.begin(complete=step.complete, turn=step.compression.turn is not None, ends=ends)
         q_HLD, k_KLD, v_KLD = q_BHSD[0], k_BKSD[0], v_BKSD[0]
         if rows < length:
             k_KLD, v_KLD = k_KLD[:, :rows], v_KLD[:, :rows]
@@ -285,17 +335,17 @@ class Runtime:
             results[0] if len(results) == 1 else (torch.cat(each, dim=1) for each in zip(*results, strict=True))
         )
         if self.replicas is not None:
-            scored = step.turn is not None or step.watched
+            scored = step.compression.scored
             out_HLD, lse_HL = self.replicas.merge(call, out_HLD, lse_HL, complete=step.complete, scored=scored)
         whole, given = lse_HL, {}
-        if step.turn is not None or step.watched:
+        if step.compression.scored:
             whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
-        if step.turn is not None:
+        if step.compression.turn is not None:
             assert self.compressor is not None
-            if step.compress:
-                given = self.compressor.compress(call, whole, step.turn, step.compress)
+            if step.compression.compress:
+                given = self.compressor.compress(call, whole, step.compression.turn, step.compression.compress)
             elif not ends:
-                self.compressor.observe(call, whole, step.turn)
+                self.compressor.observe(call, whole, step.compression.turn)
         if lift is not None:
             # Before the store has finished: another layer's weights may come after that.
             out_HLD = lift(out_HLD.to(q_BHSD.dtype))
@@ -303,7 +353,7 @@ class Runtime:
             store.finish()
             if (eviction := self.eviction) is not None:
                 eviction.follow(call, whole, step, given)
-            if step.turn is None:
+            if step.compression.turn is None:
                 step.cache.attended(layer, step.slots)
         if sinks is not None:
             out_HLD = add_sinks(out_HLD, lse_HL, sinks)
@@ -317,7 +367,7 @@ class Runtime:
 
     def _token_attended(
         self,
-        step: ForwardPass,
+        step: PassPlan,
         one: TokenStep,
         layer: int,
         q_BHSD: Tensor,
@@ -335,26 +385,26 @@ class Runtime:
             self.comm.ledger.enter_dense()
         return out
 
-    def stepped(self, step: ForwardPass, layer: int, window: int | None, method: str | None = None) -> None:
+    def stepped(self, step: PassPlan, layer: int, window: int | None, method: str | None = None) -> None:
         """A layer has stored the new rows of a step of decoding, and attended to all; by that method, or the pass's."""
         step.cache.windows[layer] = window
         step.cache.attended(layer, step.slots)
         self.comm.ledger.attended(method or str(step.method))
 
     @staticmethod
-    def _expands(step: ForwardPass, latent: LatentHeads, *, narrowed: bool) -> bool:
+    def _expands(step: PassPlan, latent: LatentHeads, *, narrowed: bool) -> bool:
         """Whether the rows of a pass are attended to as heads of their own, on all ranks alike.
 
         What is compressed, or was, is not: it is chosen, and lies, by KV heads as they are cached.
         """
-        compressed = step.turn is not None or step.watched or step.cache.holds_compressed
+        compressed = step.compression.scored or step.cache.holds_compressed
         if narrowed or compressed or step.workload is None:
             return False
         new, cached, ranks = step.workload.new, step.workload.cached, step.workload.size
         dims = latent.rank, latent.key_dim, latent.value_dim
         return step.once(("expands", *dims), lambda: expanding_pays(*dims, new, cached, ranks))
 
-    def _store(self, step: ForwardPass, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
+    def _store(self, step: PassPlan, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
         """Append what this rank computed and keeps."""
         stored = step.layout.stored[step.rank]
         kept = step.once("kept", lambda: _kept(step, k_KLD.device))
@@ -364,7 +414,7 @@ class Runtime:
         for sequence, rows in kept:
             store.append(sequence, *((k_KLD, v_KLD) if rows is None else (k_KLD[:, rows], v_KLD[:, rows])))
 
-    def _attended(self, step: ForwardPass, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    def _attended(self, step: PassPlan, call: AttentionCall) -> tuple[Tensor, Tensor]:
         name = step.method or self.planner.prefill_method(step, call)
         if call.narrowed:
             name = last_layer_method(name, call)
@@ -375,7 +425,7 @@ class Runtime:
         return self.methods[own](call)
 
 
-def _kept(step: ForwardPass, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
+def _kept(step: PassPlan, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
     """Of the tokens that this rank computes, the rows that it keeps of each sequence; None in the place of all rows.
 
     Nothing where it keeps a single row of each of several sequences, in their order.

@@ -15,8 +15,8 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import load_layer
-from megakv.forward.forward_pass import ForwardPass, Generation
 from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.pass_plan import Generation, PassPlan
 from megakv.forward.runtime import Runtime
 from megakv.injection.layer_kind import calls_in_turn, forget_activations, is_known, modules_of
 from megakv.injection.linear_slices import LinearSlices
@@ -65,7 +65,7 @@ class TokenLayers:
                 layer.forward, own.index = own, len(self.layers)
                 self.layers.append(own)
 
-    def begin(self, step: ForwardPass) -> None:
+    def begin(self, step: PassPlan) -> None:
         """A pass begins. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
 
         Passes over several caches are calls of their own: there it is done where a prompt begins, where no sequence

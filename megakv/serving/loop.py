@@ -13,7 +13,7 @@ from megakv.base.device import without_autograd
 from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.engine.engine import MegaKVEngine
 from megakv.engine.session_files import fingerprint
-from megakv.forward.forward_pass import Pauses
+from megakv.forward.pauses import Pauses
 from megakv.serving.first_passes import first_passes
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome

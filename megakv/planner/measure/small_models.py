@@ -24,7 +24,7 @@ from megakv.costmodel.stopwatch import Alone, Case, Cases, Pool
 from megakv.distributed.agreement import Agreement
 from megakv.engine.generation_call import agreed_call
 from megakv.forward.config import ContextParallelConfig
-from megakv.forward.forward_pass import Generation
+from megakv.forward.pass_plan import Generation
 from megakv.forward.planning import PassPlanner
 from megakv.forward.runtime import Runtime
 from megakv.injection.hooks import ForwardHooks
@@ -81,7 +81,7 @@ class _Own(_Plain):
         planner = PassPlanner(comm=self._comm, config=ContextParallelConfig(), **heads)
         self._runtime = Runtime(self._comm, planner, dtype=model.dtype)
         self._new_cache = partial(self._runtime.new_cache, attach(model, self._runtime.attend))
-        ForwardHooks(model, self._runtime, self._new_cache)
+        planner.traits = ForwardHooks(model, self._runtime, self._new_cache).traits
 
     @torch.no_grad()
     def _generate(self, options: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +89,7 @@ def engines(work: Path, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             model, {"dtype": "fp32", "megakv": {"context_parallel": {"size": size, **section}}}
         )
         # However fast this machine would compute prompts as steps of decoding, how they are spread is chosen.
-        engine._runtime.planner.sliced_rows = 0
+        engine._runtime.planner.traits = replace(engine._runtime.planner.traits, sliced_rows=0)
         session = engine.session()
         tokens, plans[name] = [], []
         for turn, (length, new) in enumerate(TURNS):

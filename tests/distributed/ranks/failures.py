@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ class Rank:
     def __init__(self, engine: Any):
         self.engine, self.rank, self.size = engine, engine.mesh.rank, engine.mesh.world_size
         # Prompts are no steps of decoding, however fast they would be as such: ranks ask for a choice behind them.
-        engine._runtime.planner.sliced_rows = 0
+        engine._runtime.planner.traits = replace(engine._runtime.planner.traits, sliced_rows=0)
         self.found: dict[str, Any] = {}
         self.expected = self.tokens(self.generate())
         self.session = engine.session()
