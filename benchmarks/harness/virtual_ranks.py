@@ -13,7 +13,7 @@ from torch import Tensor
 from megakv.attention.merge import merge_by_owner
 from megakv.base.errors import MegaKVError
 from megakv.costmodel.stopwatch import Pool
-from megakv.injection.linears import rows_product
+from megakv.weights.products import rows_product
 
 from .head_division import Division
 from .ragged_heads import HeadShape, RankLayer, TokenPool

@@ -24,10 +24,11 @@ from megakv.forward.runtime import Runtime
 from megakv.forward.traits import ModelTraits
 from megakv.forward.wanted import Wanted
 from megakv.injection.linear_slices import LinearSlices
-from megakv.injection.linears import FewRowsLinears, Products
+from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.injection.step_graphs import step_graphs
 from megakv.injection.token_layers import TokenLayers
+from megakv.weights.products import Products
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",

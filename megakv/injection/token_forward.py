@@ -31,8 +31,8 @@ from megakv.injection.layer_kind import (
     traits,
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
-from megakv.injection.linears import Products, autocast
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
+from megakv.weights.products import Products, autocast
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"

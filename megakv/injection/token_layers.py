@@ -20,9 +20,10 @@ from megakv.forward.pass_plan import Generation, PassPlan
 from megakv.forward.runtime import Runtime
 from megakv.injection.layer_kind import calls_in_turn, forget_activations, is_known, modules_of
 from megakv.injection.linear_slices import LinearSlices
-from megakv.injection.linears import Products, layers_of
+from megakv.injection.linears import layers_of
 from megakv.injection.prompt_layer import Blocks
 from megakv.injection.token_forward import TokenLayer
+from megakv.weights.products import Products
 
 
 class TokenLayers:

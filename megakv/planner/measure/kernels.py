@@ -15,7 +15,7 @@ from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.stopwatch import Cases, Pool, rising
-from megakv.injection.linears import rows_product
+from megakv.weights.products import rows_product
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)

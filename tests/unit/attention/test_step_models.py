@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.attention.step import load_step
 from megakv.forward.runtime import Runtime
-from megakv.injection.linears import Products
+from megakv.weights.products import Products
 from tests import families
 
 NEW = 20

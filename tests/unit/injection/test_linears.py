@@ -6,7 +6,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megakv.injection import linears
-from megakv.injection.linears import FewRowsLinears, Products
+from megakv.injection.linears import FewRowsLinears
+from megakv.weights.products import Products
 from tests.families import FAMILIES
 
 
