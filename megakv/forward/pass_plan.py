@@ -120,6 +120,12 @@ class PassPlan:
         return self.once(self.wanted_key(rank), lambda: self.wanted.among(self.layout.tokens[rank]))
 
     @property
+    def ends_turn(self) -> bool:
+        """Whether no later pass belongs to the turn that it compresses."""
+        turn = self.compression.turn
+        return turn is None or self.slots == turn.stop
+
+    @property
     def pausing(self) -> bool:
         """Whether what begins now is within it."""
         return self.pauses is not None and self.pauses.running

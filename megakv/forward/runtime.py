@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.device_step import LayerKind
-from megakv.attention.latent import LatentHeads, expanding_pays
-from megakv.attention.merge import add_sinks
-from megakv.attention.method import AttentionCall, AttentionMethod
-from megakv.attention.methods import METHODS
+from megakv.attention.method import AttentionMethod
 from megakv.attention.reference import Scoring
 from megakv.attention.runahead import Runahead
 from megakv.attention.step import TokenStep, load_step, token_step
@@ -32,15 +29,12 @@ from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.forward.choice import last_layer_method
+from megakv.forward.attend import WITHIN, LayerAttention
 from megakv.forward.pass_plan import Generation, PassPlan, PassState
 from megakv.forward.pauses import Pauses
 from megakv.forward.planning import PassPlanner
 from megakv.forward.traits import ModelTraits
 from megakv.forward.wanted import LastRows, Wanted
-
-WITHIN = " within"
-"""Behind the names of methods that serve passes within others."""
 
 
 @dataclass
@@ -70,6 +64,10 @@ class Runtime:
     """Moves a layer's keys ``[n, D]`` on by so many positions."""
     _life: int = 0
     _kernel: bool | None = None
+
+    @cached_property
+    def _attention(self) -> LayerAttention:
+        return LayerAttention(self.comm, self.planner, self.compressor, self.eviction, self.replicas, self.methods)
 
     def __post_init__(self) -> None:
         self._forget()
@@ -252,29 +250,27 @@ class Runtime:
         Under autocast a model hands over what its operators happen to return, in one turn of a session and perhaps not
         in the next: messages, caches and merges are all in the model's type, which loses nothing.
 
-        ``[1, H, L, D]``, ``[1, K, L, D]`` and ``[1, K, L, Dv]`` are this rank's packed tokens, `sinks` is ``[H]``;
-        returned is ``[1, L, H, Dv]`` in the type of `q_BHSD`. Rows beyond those of the layout stand in for an empty
-        shard: they are neither stored nor attended from. Neither are, in the last layer, queries of tokens that nothing
-        is asked of: their results are zero.
+        Shapes are as in `LayerAttention.attend`.
         """
         kind, step = q_BHSD.device.type, self.current
-        if step is not None and step.state.device_step is not None:
+        assert step is not None, "attention outside a forward pass"
+        if step.state.device_step is not None:
             return step.state.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-        if step is not None and step.state.kinds is not None:
+        if step.state.kinds is not None:
             step.state.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
-        if step is not None and step.pauses is not None:
+        if step.pauses is not None:
             self._reach(step.pauses, 2 * layer)
-        if step is not None and step.token_step is not None:
+        if step.token_step is not None:
             out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
             if out is not None:
                 return out
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
-            out = self._attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+            out = self._attention.attend(step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
         else:
             with torch.autocast(kind, enabled=False):
                 q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
-                out = self._attend(layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
-        if step is not None and step.pauses is not None and not step.more:
+                out = self._attention.attend(step, layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
+        if step.pauses is not None and not step.more:
             self._reach(step.pauses, 2 * layer + 1)
         return out
 
@@ -282,88 +278,6 @@ class Runtime:
         decoding = self.comm.ledger.decoding
         pauses.reach(stop)
         self.comm.ledger.decoding = decoding
-
-    def _attend(
-        self, layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scoring: Scoring, sinks: Tensor | None
-    ) -> Tensor:
-        step = self.current
-        assert step is not None, "attention outside a forward pass"
-        self.comm.ledger.leave_dense()
-        rows, length = len(step.tokens), q_BHSD.shape[2]
-        wanted = step.layout.wanted if layer == self.traits.last_layer else None
-        index = None if wanted is None else step.once("wanted", lambda: upload(wanted[step.rank], q_BHSD.device))
-        store = step.cache.store(layer)
-        step.cache.windows[layer] = scoring.window
-        if step.workload is None:
-            # As where a piece of a prompt is nothing but padding. Nothing begins, nor ends, in a store.
-            store.finish()
-            return q_BHSD.new_zeros((1, length, q_BHSD.shape[1], scoring.value_dim(v_BKSD)))
-        # No later pass belongs to a turn that ends.
-        ends = step.compression.turn is None or step.slots == step.compression.turn.stop
-        store.begin(complete=step.complete, turn=step.compression.turn is not None, ends=ends)
-        q_HLD, k_KLD, v_KLD = q_BHSD[0], k_BKSD[0], v_BKSD[0]
-        if rows < length:
-            k_KLD, v_KLD = k_KLD[:, :rows], v_KLD[:, :rows]
-        if not step.layout.gathered:
-            self._store(step, store, k_KLD, v_KLD)
-        if index is not None:
-            q_HLD = q_HLD.index_select(1, index)
-        elif rows < length:
-            q_HLD = q_HLD[:, :rows]
-        lift: Callable[[Tensor], Tensor] | None = None
-        if (latent := scoring.latent) is not None and not self._expands(step, latent, narrowed=index is not None):
-            q_HLD, scoring, lift = latent.absorb(q_HLD), scoring.absorbed(), latent.lift
-        call = AttentionCall(
-            layer=layer,
-            q_HLD=q_HLD,
-            k_KLD=k_KLD,
-            v_KLD=v_KLD,
-            layout=step.layout,
-            scoring=scoring,
-            kv_heads=k_BKSD.shape[1],
-            key_dim=k_BKSD.shape[3],
-            value_dim=scoring.value_columns or scoring.value_dim(v_BKSD),
-            store=store,
-            table=step.cache.table,
-            comm=self.comm,
-            compressed=step.cache.holds_compressed,
-            narrowed=index is not None,
-            pauses=step.pauses is not None,
-        )
-        results = [self._attended(step, part) for part in step.cache.divided(call)]
-        out_HLD, lse_HL = (
-            results[0] if len(results) == 1 else (torch.cat(each, dim=1) for each in zip(*results, strict=True))
-        )
-        if self.replicas is not None:
-            scored = step.compression.scored
-            out_HLD, lse_HL = self.replicas.merge(call, out_HLD, lse_HL, complete=step.complete, scored=scored)
-        whole, given = lse_HL, {}
-        if step.compression.scored:
-            whole = lse_HL if sinks is None else torch.logaddexp(lse_HL, sinks.to(lse_HL.dtype)[:, None])
-        if step.compression.turn is not None:
-            assert self.compressor is not None
-            if step.compression.compress:
-                given = self.compressor.compress(call, whole, step.compression.turn, step.compression.compress)
-            elif not ends:
-                self.compressor.observe(call, whole, step.compression.turn)
-        if lift is not None:
-            # Before the store has finished: another layer's weights may come after that.
-            out_HLD = lift(out_HLD.to(q_BHSD.dtype))
-        if not step.more:
-            store.finish()
-            if (eviction := self.eviction) is not None:
-                eviction.follow(call, whole, step, given)
-            if step.compression.turn is None:
-                step.cache.attended(layer, step.slots)
-        if sinks is not None:
-            out_HLD = add_sinks(out_HLD, lse_HL, sinks)
-        out_LHD = out_HLD.transpose(0, 1).to(q_BHSD.dtype, memory_format=torch.contiguous_format)
-        if rows < length or call.narrowed:
-            whole_LHD = q_BHSD.new_zeros((length, *out_LHD.shape[1:]))
-            whole_LHD[slice(rows) if index is None else index] = out_LHD
-            out_LHD = whole_LHD
-        self.comm.ledger.enter_dense()
-        return out_LHD[None].contiguous()
 
     def _token_attended(
         self,
@@ -390,54 +304,3 @@ class Runtime:
         step.cache.windows[layer] = window
         step.cache.attended(layer, step.slots)
         self.comm.ledger.attended(method or str(step.method))
-
-    @staticmethod
-    def _expands(step: PassPlan, latent: LatentHeads, *, narrowed: bool) -> bool:
-        """Whether the rows of a pass are attended to as heads of their own, on all ranks alike.
-
-        What is compressed, or was, is not: it is chosen, and lies, by KV heads as they are cached.
-        """
-        compressed = step.compression.scored or step.cache.holds_compressed
-        if narrowed or compressed or step.workload is None:
-            return False
-        new, cached, ranks = step.workload.new, step.workload.cached, step.workload.size
-        dims = latent.rank, latent.key_dim, latent.value_dim
-        return step.once(("expands", *dims), lambda: expanding_pays(*dims, new, cached, ranks))
-
-    def _store(self, step: PassPlan, store: KVStore, k_KLD: Tensor, v_KLD: Tensor) -> None:
-        """Append what this rank computed and keeps."""
-        stored = step.layout.stored[step.rank]
-        kept = step.once("kept", lambda: _kept(step, k_KLD.device))
-        if kept is None:
-            store.append_each(stored.sequences, k_KLD, v_KLD)
-            return
-        for sequence, rows in kept:
-            store.append(sequence, *((k_KLD, v_KLD) if rows is None else (k_KLD[:, rows], v_KLD[:, rows])))
-
-    def _attended(self, step: PassPlan, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        name = step.method or self.planner.prefill_method(step, call)
-        if call.narrowed:
-            name = last_layer_method(name, call)
-        self.comm.ledger.attended(name)
-        own = name if step.outer is None else name + WITHIN
-        if own not in self.methods:
-            self.methods[own] = METHODS[name].make()
-        return self.methods[own](call)
-
-
-def _kept(step: PassPlan, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
-    """Of the tokens that this rank computes, the rows that it keeps of each sequence; None in the place of all rows.
-
-    Nothing where it keeps a single row of each of several sequences, in their order.
-    """
-    stored, rows = step.layout.stored[step.rank], step.layout.kept_rows(step.rank)
-    if rows is None and len(stored) > 1 and stored.single:
-        return None
-    index = None if rows is None else upload(rows, device)
-    runs = [(sequence, stored.run(sequence)) for sequence in range(step.batch)]
-    whole = len(step.tokens)
-    return [
-        (sequence, None if run.stop - run.start == whole else run if index is None else index[run])
-        for sequence, run in runs
-        if run.stop > run.start
-    ]
