@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from megakv.engine.build import init_inference
     from megakv.engine.config import MegaKVConfig
     from megakv.engine.engine import MegaKVEngine
+    from megakv.engine.extensions import (
+        register_compression_method,
+        register_offload_method,
+        register_policy,
+        register_prefill_method,
+    )
 
 __all__ = [
     "MegaKVConfig",
@@ -24,6 +30,10 @@ __all__ = [
     "PeerLostError",
     "__version__",
     "init_inference",
+    "register_compression_method",
+    "register_offload_method",
+    "register_policy",
+    "register_prefill_method",
     "stop_distributed",
 ]
 
@@ -33,6 +43,10 @@ _HOMES = {
     "MegaKVError": "base.errors",
     "PeerLostError": "base.errors",
     "init_inference": "engine.build",
+    "register_compression_method": "engine.extensions",
+    "register_offload_method": "engine.extensions",
+    "register_policy": "engine.extensions",
+    "register_prefill_method": "engine.extensions",
     "stop_distributed": "distributed.mesh",
 }
 

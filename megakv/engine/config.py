@@ -15,6 +15,7 @@ from megakv.base.json_files import read_json
 from megakv.base.laws import CombinationError, repeated
 from megakv.base.refusals import refusal, shown
 from megakv.base.sections import Section
+from megakv.engine.extensions import import_plugins
 from megakv.fairkv.config import FairKVConfig
 from megakv.forward.config import ContextParallelConfig
 from megakv.offload.config import OffloadConfig
@@ -69,6 +70,10 @@ class MegaKVSection(Section):
     offload: OffloadConfig = Field(default_factory=OffloadConfig)
 
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
+
+    plugins: list[str] = Field(default_factory=list)
+    """Modules that every rank imports before the JSON is read: they register methods and policies of their own
+    (docs/adding.md)."""
 
 
 class MegaKVConfig(DeepSpeedInferenceConfig):
@@ -262,6 +267,9 @@ def load_config(config: MegaKVConfig | dict[str, Any] | str | Path | None = None
                 "one", f"{source}: {key} = {values[key]!r} contradicts the argument {key} = {value!r}"
             )
         values[key] = value
+    section = values.get("megakv")
+    if isinstance(section, dict) and "plugins" in section:
+        import_plugins(section["plugins"], source)
     for problem in _unknown_auto(values, MegaKVConfig):
         raise ValueError(f"{source}: {problem}")
     try:
