@@ -12,8 +12,8 @@ T = TypeVar("T")
 class Registry(Mapping[str, T]):
     """Entries of one kind by name.
 
-    An entry that is given as the text ``module:name`` is imported when it is first asked for, and made by `make` of what
-    has that name: a feature that nobody uses is not loaded.
+    An entry that is given as the text ``module:name`` is imported when it is first asked for, and made by `make` of
+    what has that name: a feature that nobody uses is not loaded.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, T | str], make: Callable[[Any], T] = lambda found: found):

@@ -16,7 +16,12 @@ from megakv.offload.methods import METHODS as OFFLOAD
 
 
 def register_prefill_method(
-    name: str, make: Callable[[], AttentionMethod], *, contiguous: bool = False, keys_stay: bool = False
+    name: str,
+    make: Callable[[], AttentionMethod],
+    *,
+    contiguous: bool = False,
+    keys_stay: bool = False,
+    decode: bool = False,
 ) -> None:
     """Make an attention method a value of ``megakv.context_parallel.prefill``.
 
@@ -30,13 +35,15 @@ def register_prefill_method(
         Whether its ranks compute consecutive tokens, instead of balanced chunks.
     keys_stay
         Whether no cached key and value leaves its rank.
+    decode
+        Whether it is a value of ``megakv.context_parallel.decode``, too.
 
     Raises
     ------
     ValueError
         If the name is taken.
     """
-    ATTENTION.register(name, MethodEntry(make, prefill=True, contiguous=contiguous, keys_stay=keys_stay))
+    ATTENTION.register(name, MethodEntry(make, prefill=True, decode=decode, contiguous=contiguous, keys_stay=keys_stay))
 
 
 def register_offload_method(name: str, method: OffloadMethod) -> None:
