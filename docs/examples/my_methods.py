@@ -1,6 +1,7 @@
 """Methods of your own: one of each kind, registered when the module is imported.
 
-A JSON with ``"plugins": ["my_methods"]`` in its ``megakv`` section may ask for them by name; start the ranks in this folder.
+A JSON with ``"plugins": ["my_methods"]`` in its ``megakv`` section may ask for them by name; start the ranks in this
+folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Started on every rank: a method that only the registry knows serves an engine that its JSON asks for it.
+"""Started on every rank: a method that a plugin registers serves an engine that its JSON asks for it.
 
 Usage: toy_ring.py CONFIG.json OUT.json.
 """
@@ -10,15 +10,14 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "docs" / "examples"))
 
 import torch
 from families import llama
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.attention.methods import METHODS, MethodEntry
 from megakv.launcher.process import orderly_end, quiet_libraries
-from tests.distributed.toy_ring import ToyRing
 
 OPTIONS = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
@@ -27,7 +26,6 @@ def main() -> None:
     """Entry of every rank."""
     torch.set_num_threads(1)
     quiet_libraries()
-    METHODS["toy_ring"] = MethodEntry(ToyRing, prefill=True, decode=True)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(llama(), dtype=torch.float32).eval()
     ids = torch.randint(3, 120, (2, 61), generator=torch.Generator().manual_seed(5))

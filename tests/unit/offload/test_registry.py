@@ -33,7 +33,7 @@ def test_a_toy_method_works_through_the_json(offloaded: Any, tmp_path: Path, mon
     listed = argparse.Namespace(config=str(path))
     with pytest.raises(ValueError, match=r"offload.method = 'half': .*'auto', 'stream', 'kvpr', 'chunked', 'cpu_rank'"):
         check.run(listed)
-    monkeypatch.setitem(METHODS, "half", Half())
+    monkeypatch.setitem(METHODS._entries, "half", Half())
     assert check.run(listed)["methods"]["megakv.offload.method"][-1] == "half"
     model = plain_model("opt")
     ids, mask = ragged(4)
