@@ -36,7 +36,10 @@ def test_without_its_plugin_a_method_is_unknown(tmp_path: Path) -> None:
 
 def test_the_launcher_imports_plugins(tmp_path: Path) -> None:
     """One of each kind: `check` lists them, and a run of two ranks is exact with a ring and an offload method."""
-    sections = {"context_parallel": {"size": 2, "prefill": "own_last"}, "offload": {"enabled": True, "method": "half"}}
+    sections = {
+        "context_parallel": {"size": 2, "prefill": "own_last"},
+        "offload": {"enabled": True, "method": "half", "host_gb": 0.05},
+    }
     config, out = written(tmp_path, **sections, **PLUGINS), tmp_path / "out.json"
     words = [sys.executable, "-m", "megakv", "check", str(config), "--json", str(out)]
     run_command(words, timeout=120, env=PATH).check()
