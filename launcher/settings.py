@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megakv.base.extras import require_extra
 from megakv.launcher.ranks import DTYPES, read_hostfile
 from megakv.tracking.files import check_outputs
 from megakv.tracking.wandb_project import check_project
@@ -97,6 +98,9 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
 
 def check_files(arguments: argparse.Namespace) -> None:
     """Make the folders of all files that are to be written; one that cannot be is refused now, not in the end."""
+    for name in ("report", "timeline"):
+        if getattr(arguments, name, None) is not None:
+            require_extra("report", f"--{name}")
     outputs, inputs = (
         {f"--{name.replace('_', '-')}": getattr(arguments, name, None) for name in names} for names in (FILES, READ)
     )
