@@ -12,8 +12,8 @@ T = TypeVar("T")
 class Registry(Mapping[str, T]):
     """Entries of one kind by name.
 
-    An entry that is given as the text ``module:name`` is imported when it is first asked for, and made by `make` of
-    what has that name: a feature that nobody uses is not loaded.
+    An entry that is given as the text ``module:name``, or ``module:``, is imported when it is first asked for, and made
+    by `make` of what has that name: a feature that nobody uses is not loaded.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, T | str], make: Callable[[Any], T] = lambda found: found):
@@ -25,7 +25,8 @@ class Registry(Mapping[str, T]):
         entry = self._entries[name]
         if isinstance(entry, str):
             module, _, attribute = entry.partition(":")
-            entry = self._entries[name] = self._make(getattr(import_module(module), attribute))
+            found = import_module(module)
+            entry = self._entries[name] = self._make(getattr(found, attribute) if attribute else found)
         return entry
 
     def __iter__(self) -> Iterator[str]:

@@ -7,7 +7,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -20,7 +20,7 @@ from megakv.attention.layer import load_layer
 from megakv.attention.linear import load_linear
 from megakv.attention.prefill import load_prefill
 from megakv.attention.step import load_step
-from megakv.base.device import settle_allocator, without_autograd
+from megakv.base.device import Clock, HostClock, settle_allocator, without_autograd
 from megakv.base.errors import MegaKVError
 from megakv.base.laws import CombinationError
 from megakv.costmodel.shape import ModelShape
@@ -32,25 +32,26 @@ from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import check_same_settings, check_world, make_mesh, start_distributed
 from megakv.engine.config import MegaKVConfig, load_config
 from megakv.engine.engine import MegaKVEngine
+from megakv.engine.features import FEATURES
 from megakv.engine.generation import own_defaults
 from megakv.engine.loading import LoadedModel, build_model
 from megakv.fairkv.compression import Compressor
-from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.placement import SETTING, check_weights, place_heads, read_mapping
-from megakv.fairkv.replicas import HeadReplicas
+from megakv.fairkv.config import FairKVConfig
 from megakv.forward.choice import serves_first_turns_only
 from megakv.forward.planning import PassPlanner
 from megakv.forward.runtime import Runtime
 from megakv.injection.layer_kind import is_kind
 from megakv.injection.ownership import check_unused, own_config
-from megakv.offload.cuda_link import clock_of
-from megakv.offload.schedule import accelerator_room, weights_by_objective
 from megakv.tracking.tracker import check_files
 from megakv.weights.file_digests import FileDigests
 from megakv.weights.files import weight_files
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import HeadMap, head_counts, tensor_parallel_sizes
 
+if TYPE_CHECKING:
+    from megakv.fairkv.mapping import HeadMapping
+
+MAPPING = "megakv.fairkv.mapping"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 logger = logging.getLogger(__name__)
@@ -95,8 +96,13 @@ def init_inference(
     with ExitStack() as owned:
         with joining():
             mesh = make_mesh(cp_size=cp_size, tp_size=tp_size, timeout_s=section.timeout_s)
-        comm = owned.enter_context(Communicator(mesh, Ledger(clock=clock_of(mesh.device))))
+        comm = owned.enter_context(Communicator(mesh, Ledger(clock=_clock_of(mesh.device))))
         return _make_engine(model, parsed, comm, owned)
+
+
+def _clock_of(device: torch.device) -> Clock:
+    """Moments of what a device computes."""
+    return FEATURES["offload"].CudaStreams(device) if device.type == "cuda" else HostClock()
 
 
 def _place(model: str | Path | nn.Module, *, weights: bool) -> Path | nn.Module:
@@ -114,10 +120,11 @@ def _weights_away(model: str | Path | nn.Module, parsed: MegaKVConfig, device: t
     with suppress(ValueError):
         shape = ModelShape.from_config(config, dtype=dtype or torch.float32)
         shape = shape.with_fp8_feed_forward() if parsed.megakv.feed_forward == "fp8" else shape
-    found = weights_by_objective(
+    offloading = FEATURES["offload"]
+    found = offloading.weights_by_objective(
         offload,
         shape,
-        room=0 if device.type == "cpu" else accelerator_room(),
+        room=0 if device.type == "cpu" else offloading.accelerator_room(),
         longest=parsed.max_out_tokens if "max_out_tokens" in parsed.model_fields_set else None,
         cp_size=parsed.cp_size,
         tp_size=parsed.tp_size,
@@ -167,7 +174,7 @@ def _make_engine(
             "enable_cuda_graph = true: it needs a CUDA GPU and triton, which comes with PyTorch for CUDA; this rank "
             f"computes on {mesh.device}; leave it out",
         )
-    mapping = agreement.same_file(SETTING, lambda: read_mapping(section.fairkv, tp_size))
+    mapping = _mapping(section.fairkv, tp_size, agreement)
 
     offload, placed = section.offload, ""
     if offload.enabled and offload.weights is None and offload.objective == "throughput":
@@ -207,9 +214,15 @@ def _make_engine(
     loaded = agreement.together(load)
     loaded = replace(loaded, contents=loaded.contents | files.gather(), layers_placed=placed)
     if mapping is not None and section.load != "random":
-        check_weights(mapping, loaded.module, comm)
+        FEATURES["placement"].check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     return MegaKVEngine(loaded, parsed, _make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
+
+
+def _mapping(config: FairKVConfig, tp_size: int, agreement: Agreement) -> HeadMapping | None:
+    """The mapping of KV heads that the JSON names, on all ranks the same; a rank without one agrees with all."""
+    path = None if config.mapping is None else FEATURES["placement"]
+    return agreement.same_file(MAPPING, lambda: None if path is None else path.read_mapping(config, tp_size))
 
 
 def _head_map(
@@ -228,7 +241,7 @@ def _head_map(
     if config.budget is not None:
         layers, _, kv_heads = head_counts(model)
         config.make_method(layers, kv_heads)
-    return None if mapping is None else place_heads(mapping, model)
+    return None if mapping is None else FEATURES["placement"].place_heads(mapping, model)
 
 
 def _make_runtime(
@@ -246,7 +259,7 @@ def _make_runtime(
             own = comm.mesh.device.type == "cpu" and not section.offload.enabled
             shape = replace(shape, fused=own and is_kind(model.config.model_type))
     copies = section.fairkv.copies
-    replicas = None if mapping is None else HeadReplicas(mapping, loaded.head_map, comm, copies)
+    replicas = None if mapping is None else FEATURES["placement"].HeadReplicas(mapping, loaded.head_map, comm, copies)
     if replicas is not None and replicas.shared and copies == "batch" and comm.mesh.rank == 0:
         logger.warning(
             "megakv.fairkv.copies = 'batch': copies of heads divide a batch, so nothing is gained with one sequence; "

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.inference.engine import InferenceEngine
@@ -19,6 +19,7 @@ from megakv.distributed.agreement import Agreement
 from megakv.engine.assisted import AssistedModel
 from megakv.engine.candidates import check_candidates, proposes
 from megakv.engine.config import MegaKVConfig
+from megakv.engine.features import FEATURES
 from megakv.engine.generation import (
     LengthLimits,
     candidates_beyond,
@@ -35,7 +36,6 @@ from megakv.engine.loading import LoadedModel
 from megakv.engine.record import RunRecord
 from megakv.engine.session import Session
 from megakv.engine.session_files import HeadsHere, heads_of
-from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.observation import Turn
 from megakv.forward.pass_plan import Generation
 from megakv.forward.pauses import Pauses
@@ -43,13 +43,16 @@ from megakv.forward.runtime import Runtime
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
 from megakv.injection.rotation import KeyRotation
-from megakv.offload.assembly import make_offloader
 from megakv.runahead.source import PartitionSource
 from megakv.tracking.machine import reset_peak_memory
 from megakv.tracking.measurements import CandidateCounts
 from megakv.tracking.report import RunReport
 from megakv.tracking.tracker import Tracker
 from megakv.weights.fingerprint import check_same_config, check_same_weights
+
+if TYPE_CHECKING:
+    from megakv.fairkv.mapping import HeadMapping
+    from megakv.offload.runtime import Offloader
 
 
 class MegaKVEngine(InferenceEngine):
@@ -91,7 +94,10 @@ class MegaKVEngine(InferenceEngine):
         runtime.rotate = rotation = KeyRotation(model)
         if runtime.compressor is not None and runtime.compressor.moves:
             rotation.check()
-        self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
+        self._offloader: Offloader | None = None
+        if config.megakv.offload.enabled:
+            make = FEATURES["offload"].make_offloader
+            self._offloader = make(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache

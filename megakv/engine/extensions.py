@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from megakv.attention.method import AttentionMethod
 from megakv.attention.methods import METHODS as ATTENTION
@@ -11,8 +12,10 @@ from megakv.attention.methods import MethodEntry
 from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.injection.policy import POLICIES, Policy
-from megakv.offload.method import OffloadMethod
 from megakv.offload.methods import METHODS as OFFLOAD
+
+if TYPE_CHECKING:
+    from megakv.offload.method import OffloadMethod
 
 
 def register_prefill_method(

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,7 +25,9 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.engine.candidates import Candidates
 from megakv.engine.generation import described, given_option
-from megakv.offload.planner import Planner
+
+if TYPE_CHECKING:
+    from megakv.offload.planner import Planner
 
 
 def _open(comm: Communicator, agreement: Agreement, model: PreTrainedModel, ids: Any, options: dict[str, Any]) -> bool:

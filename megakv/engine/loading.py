@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from accelerate import init_empty_weights
@@ -17,10 +17,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
+from megakv.engine.features import FEATURES
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
-from megakv.offload.weights import LayerWeights, layer_weights
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, read_config, read_generation_config
@@ -30,6 +30,9 @@ from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
+
+if TYPE_CHECKING:
+    from megakv.offload.weights import LayerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +166,11 @@ def build_model(
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
     fp8 = use_fp8(model) if feed_forward == "fp8" else {}
-    away = None if offload is None else layer_weights(model, dtypes | fp8, offload, pin=device.type == "cuda")
+    away = (
+        None
+        if offload is None or not offload.weights
+        else FEATURES["offload"].layer_weights(model, dtypes | fp8, offload, pin=device.type == "cuda")
+    )
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -12,11 +12,13 @@ from megakv.cache.cache import ShardedCache
 from megakv.distributed.comm import Communicator
 from megakv.engine.config import MegaKVConfig
 from megakv.engine.generation_call import TokenClock
-from megakv.fairkv.mapping import HeadMapping
 from megakv.forward.choice import PrefillChoice
 from megakv.tracking.machine import machine_info, peak_memory_bytes, version_info
 from megakv.tracking.measurements import CandidateCounts, HeadBalance, OffloadStep, PrefillPlan, Traffic, head_balance
 from megakv.tracking.report import RankReport, RunReport
+
+if TYPE_CHECKING:
+    from megakv.fairkv.mapping import HeadMapping
 
 
 @dataclass

@@ -9,7 +9,7 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,10 +24,12 @@ from megakv.cache.shares import Copies
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.engine.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
-from megakv.fairkv.replicas import HeadReplicas
 from megakv.injection.interface import keeps_latents
 from megakv.weights.fingerprint import settings_of
 from megakv.weights.placement import HeadMap
+
+if TYPE_CHECKING:
+    from megakv.fairkv.replicas import HeadReplicas
 
 FORMAT = 4
 """Earlier ones know their model's weights by samples alone."""

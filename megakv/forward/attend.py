@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,10 +20,12 @@ from megakv.cache.store import KVStore
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.eviction import Eviction
-from megakv.fairkv.replicas import HeadReplicas
 from megakv.forward.choice import last_layer_method
 from megakv.forward.pass_plan import PassPlan
 from megakv.forward.planning import PassPlanner
+
+if TYPE_CHECKING:
+    from megakv.fairkv.replicas import HeadReplicas
 
 WITHIN = " within"
 """Behind the names of methods that serve passes within others."""

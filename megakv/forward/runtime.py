@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -28,13 +29,15 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
-from megakv.fairkv.replicas import HeadReplicas
 from megakv.forward.attend import WITHIN, LayerAttention
 from megakv.forward.pass_plan import Generation, PassPlan, PassState
 from megakv.forward.pauses import Pauses
 from megakv.forward.planning import PassPlanner
 from megakv.forward.traits import ModelTraits
 from megakv.forward.wanted import LastRows, Wanted
+
+if TYPE_CHECKING:
+    from megakv.fairkv.replicas import HeadReplicas
 
 
 @dataclass
