@@ -166,11 +166,10 @@ def build_model(
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
     fp8 = use_fp8(model) if feed_forward == "fp8" else {}
-    away = (
-        None
-        if offload is None or not offload.weights
-        else FEATURES["offload"].layer_weights(model, dtypes | fp8, offload, pin=device.type == "cuda")
-    )
+    away: LayerWeights | None = None
+    if offload is not None and offload.weights:
+        place = FEATURES["offload"].layer_weights
+        away = place(model, dtypes | fp8, offload, pin=device.type == "cuda")
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)
