@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import shutil
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -40,13 +41,18 @@ def _all_on_this_host(world_size: int) -> bool:
     return int(os.environ.get("LOCAL_SIZE", "0")) == world_size
 
 
+def _has_compiler() -> bool:
+    """Whether DeepSpeed could build the op, or find that it need not: it asks the compiler in both cases."""
+    return shutil.which(os.environ.get("CXX", "c++")) is not None
+
+
 def init_deepspeed_distributed(*, shared_memory: bool, timeout: timedelta) -> None:
     """Start DeepSpeed's process group, with its shared-memory all-reduce only where that is wanted and can work."""
     if deepspeed.comm.is_initialized():
         return
     launch = read_launch()
     take_device()
-    wanted = shared_memory and _all_on_this_host(launch.world_size)
+    wanted = shared_memory and _all_on_this_host(launch.world_size) and _has_compiler()
     if wanted:
         drop_stale_lock(SHARED_MEMORY_OP)
     # DeepSpeed builds and starts its collective whenever the process group starts on CPU, unless its table of usable
