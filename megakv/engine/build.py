@@ -198,6 +198,7 @@ def _make_engine(
             tp_rank=mesh.tp_rank,
             tp_size=tp_size,
             head_map=partial(_head_map, model, parsed, mapping),
+            injection_policy=parsed.injection_policy,
             all_reduce=comm.tp_all_reduce,
             device=mesh.device,
             seed=section.seed,

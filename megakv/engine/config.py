@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator
 
 from megakv.base.json_files import read_json
 from megakv.base.laws import CombinationError, repeated
@@ -34,7 +34,7 @@ _REASONS = {
     "checkpoints stay as transformers wrote them": "save_mp_checkpoint_path training_mp_size",
     "layers return what transformers expects": "return_tuple",
     "nothing is replaced": "replace_method",
-    "MegaKV finds row-parallel layers by itself": "injection_policy injection_policy_tuple",
+    "it follows from injection_policy": "injection_policy_tuple",
     "the model's own config is used": "config",
     "there is no workspace to size": "min_out_tokens",
     "MegaKV makes its own groups from megakv.context_parallel.size and tensor_parallel.tp_size": "mpu",
@@ -101,6 +101,11 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         fp8 = "; 8-bit weights are megakv.feed_forward = 'fp8'" if str(value).startswith(("fp8", "float8")) else ""
         raise ValueError(f"allowed: 'fp32', 'bf16' or 'fp16', or null for the checkpoint's own{fp8}")
 
+    @field_serializer("injection_policy")
+    def _by_names(self, policy: dict[Any, Any] | None) -> dict[str, Any] | None:
+        """Classes have no place in a JSON."""
+        return policy and {kind if isinstance(kind, str) else kind.__name__: names for kind, names in policy.items()}
+
     @property
     def tp_size(self) -> int:
         """Tensor-parallel degree."""
@@ -133,7 +138,8 @@ def _check_keys(values: dict[Any, Any], source: str, within: str = "") -> None:
     for key, value in values.items():
         if not isinstance(key, str):
             raise ValueError(f"{source}: {within}{key!r} = {value!r}: allowed: keys that are strings, as in JSON")
-        if isinstance(value, dict):
+        # A policy's keys are classes.
+        if isinstance(value, dict) and key not in ("injection_policy", "injection_dict"):
             _check_keys(value, source, f"{within}{key}.")
 
 

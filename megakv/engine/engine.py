@@ -76,7 +76,7 @@ class MegaKVEngine(InferenceEngine):
     ):
         model = loaded.module
         # Weights are sharded and typed already: DeepSpeed must not make groups of its own, nor shard again.
-        plain = config.model_copy(update={"dtype": model.dtype, "enable_cuda_graph": False})
+        plain = config.model_copy(update={"dtype": model.dtype, "enable_cuda_graph": False, "injection_policy": None})
         plain.tensor_parallel = config.tensor_parallel.model_copy(update={"tp_size": 1})
         super().__init__(model, plain)
         # DeepSpeed hides our method behind its own, which refuses beams and long prompts.

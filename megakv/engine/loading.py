@@ -27,6 +27,7 @@ from megakv.weights.folder import local_directory, read_config, read_generation_
 from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
 from megakv.weights.model_class import model_class
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
+from megakv.weights.placement.plan import InjectionPolicy
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
@@ -107,6 +108,7 @@ def build_model(
     tp_rank: int = 0,
     tp_size: int = 1,
     head_map: HeadMap | Callable[[PreTrainedConfig], HeadMap | None] | None = None,
+    injection_policy: InjectionPolicy | None = None,
     all_reduce: AllReduce,
     device: torch.device | str = "cpu",
     seed: int = 0,
@@ -119,9 +121,10 @@ def build_model(
     ``random``, only config.json is read, and values come from `seed`. `dtype` is what the config or the module says
     where None; with `feed_forward` ``fp8`` the weights of feed-forward layers become row-wise FP8
     (`megakv.weights.fp8`). `head_map` says which heads live on which rank, or tells it from the model's config;
-    contiguous runs by default. `all_reduce` sums a tensor over the tensor-parallel ranks and returns the sum. `offload`
-    says whether the weights of decoder layers are to lie in host memory or on disk. `progress`, for one rank,
-    shows a progress bar, and says so when the checkpoint holds more than the model takes.
+    contiguous runs by default. `injection_policy` is as in `plan_placement`. `all_reduce` sums a tensor over the
+    tensor-parallel ranks and returns the sum. `offload` says whether the weights of decoder layers are to lie in host
+    memory or on disk. `progress`, for one rank, shows a progress bar, and says so when the checkpoint holds more than
+    the model takes.
     """
     device = torch.device(device)
     if feed_forward == "fp8":
@@ -146,7 +149,7 @@ def build_model(
         model.generation_config = read_generation_config(directory)
     heads = head_map(model.config) if callable(head_map) else head_map
     heads = heads or contiguous_head_map(*head_counts(model.config), tp_size)
-    placement = plan_placement(model, heads, tp_rank)
+    placement = plan_placement(model, heads, tp_rank, injection_policy)
     dtypes = parameter_dtypes(model, dtype)
     source: WeightSource
     # Ranks quantise their own parts of a row: other parts are other weights.

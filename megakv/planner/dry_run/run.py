@@ -133,7 +133,7 @@ def dry_run(
     made = {} if made is None else made
     if dtype not in made:
         made[dtype] = empty_model(deepcopy(described), dtype)
-    whole = WholeModel.plan(made[dtype], dtype, head_map)
+    whole = WholeModel.plan(made[dtype], dtype, head_map, parsed.injection_policy)
     LengthLimits(whole.model, parsed).check(context, {"max_new_tokens": new_tokens})
     tokens, kept = token_counts(parsed, context, batch)
     shape = ModelShape.from_config(described, dtype=dtype)

@@ -20,7 +20,7 @@ from megakv.planner.dry_run.coverage import check_coverage
 from megakv.weights.fp8 import use_fp8
 from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
 from megakv.weights.placement.attention import find_attention
-from megakv.weights.placement.plan import decoder_layers
+from megakv.weights.placement.plan import InjectionPolicy, decoder_layers
 from megakv.weights.tensor_parallel import shard_structure
 
 
@@ -46,13 +46,19 @@ class WholeModel:
     cut: int  # Parameters that are cut.
 
     @classmethod
-    def plan(cls, model: PreTrainedModel, dtype: torch.dtype, head_map: HeadMap) -> WholeModel:
+    def plan(
+        cls,
+        model: PreTrainedModel,
+        dtype: torch.dtype,
+        head_map: HeadMap,
+        policy: InjectionPolicy | None = None,
+    ) -> WholeModel:
         """Cut a model for every rank of a head map, and check that the parts add up; the model stays as it is.
 
         Raises ValueError if the model cannot be cut so.
         Raises MegaKVError if the parts are not the model.
         """
-        placements = tuple(plan_placement(model, head_map, rank) for rank in range(head_map.tp_size))
+        placements = tuple(plan_placement(model, head_map, rank, policy) for rank in range(head_map.tp_size))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         attentions: list[str] = []
         if head_map.tp_size > 1:
