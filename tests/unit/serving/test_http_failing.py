@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from megakv.serving.http.settings import HttpSettings
+from megakv.serving.http.text import CONTEXT_TOKENS
 from tests.distributed.models import prose
 from tests.unit.serving.conftest import MOST_S, NAME, Served, running
 
@@ -53,11 +54,11 @@ def misread(served: Served) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def broken(served: Served) -> Iterator[Served]:
-    """One whose tokenizer fails at an answer's third token."""
+    """One whose tokenizer fails at an answer's seventh token, whatever it decodes together with its prompt's end."""
     tokenizer = copy.copy(served.model.tokenizer)
 
     def decode(tokens: list[int], **options: Any) -> str:
-        if len(tokens) >= 3:
+        if len(tokens) >= 3 + CONTEXT_TOKENS:
             raise RuntimeError("no such text")
         return served.model.tokenizer.decode(tokens, **options)
 
@@ -99,7 +100,7 @@ def test_words_that_are_no_calls_are_text(misread: Served) -> None:
     for _ in range(3):
         text, most = prose(random.randint(3, 30)), random.randint(2, 12)
         messages: Any = [{"role": "user", "content": text}]
-        prompt = list(misread.model.encode_chat(messages, None, {}))
+        prompt = list(misread.model.reader.encode_chat(messages, [], {}))
         tokens = misread.greedy(prompt, most)
         ended = tokens[-1] in misread.model.end_ids
         expected = misread.model.tokenizer.decode(tokens[: len(tokens) - ended])
