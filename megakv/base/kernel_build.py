@@ -18,7 +18,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[1] / "csrc"
 BUILT = SOURCES / "built"
 """Libraries that came with the package."""
-FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp", "-Wall", "-Wextra")
+FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-fopenmp")
 VECTORS = {
     "AVX512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mf16c"),
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
