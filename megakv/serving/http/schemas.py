@@ -25,6 +25,8 @@ MOST_STOPS = 16
 MOST_BIASES = 1024
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
+MOST_SETTINGS = 1 << 16
+"""Letters of settings that come as JSON in a text."""
 Text = Annotated[str, Field(max_length=1 << 26)]
 Name = Annotated[str, Field(max_length=256)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -35,8 +37,8 @@ Token = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(max_length=1 << 24, fail_fast=True), AfterValidator(lambda ids: array("i", ids))]
 """They become an array, which takes a ninth of a list's memory."""
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
-Ignored = Any
-"""Of fields that say who asks or how to bill: nothing here goes by them."""
+Ignored = Annotated[Any, AfterValidator(lambda _: None)]
+"""Of fields that say who asks or how to bill: nothing here goes by them, and nothing of them is kept."""
 
 
 def at_most(entries: int) -> BeforeValidator:
@@ -332,7 +334,8 @@ class ChatBody(ToolsBody):
     response_format: TextFormat | None = None
     chat_template_kwargs: Annotated[dict[Name, bool | int | float | str | None], at_most(MOST_FIELDS)] | None = None
     reasoning_effort: Name | None = None
-    generation_config: Text | None = None
+    # It is parsed where streams are written.
+    generation_config: Annotated[str, Field(max_length=MOST_SETTINGS)] | None = None
     store: Ignored = None
     verbosity: Ignored = None
 
