@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -278,6 +279,11 @@ class ToolsBody(SamplingBody):
     parallel_tool_calls: bool | None = None
 
     @property
+    def arguments(self) -> Iterator[str]:
+        """Those of all calls that are sent back."""
+        raise NotImplementedError
+
+    @property
     def must_call(self) -> bool:
         """Whether an answer has to be calls of tools."""
         return self.tool_choice not in (None, "auto", "none")
@@ -349,3 +355,9 @@ class ChatBody(ToolsBody):
     def functions(self) -> list[Function]:
         """That the model is told of."""
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
+
+    @property
+    def arguments(self) -> Iterator[str]:
+        """As of `ToolsBody`."""
+        calls = (call for message in self.messages for call in message.tool_calls or [])
+        return (call.function.arguments for call in calls if call.function.arguments is not None)
