@@ -4,11 +4,14 @@ import json
 import os
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megakv.errors import MegaKVError
-from megakv.weights.file_digests import KEPT, WINDOW, KeptDigests, _check, file_digest, state_of
+from megakv.weights import file_digests
+from megakv.weights.file_digests import KEPT, WINDOW, FileDigests, KeptDigests, _check, file_digest, state_of
 
 OTHER = "0" * 32
 
@@ -88,3 +91,27 @@ def test_what_cannot_be_read(file: Path, tmp_path: Path) -> None:
     stop.set()
     with pytest.raises(MegaKVError, match="the start was given up"):
         KeptDigests(tmp_path).of([file], stop)
+
+
+@pytest.mark.parametrize("change", ["in place", "by another file", "gone"])
+def test_a_file_that_changes_while_it_is_loaded(change: str, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read before for its digest, which is then not that of what was loaded."""
+    monkeypatch.setattr(file_digests, "KeptDigests", lambda: KeptDigests(file.parent / "cache"))
+    comm = SimpleNamespace(gather_objects=lambda value: [value], mesh=SimpleNamespace(rank=0))
+    agreement: Any = SimpleNamespace(comm=comm, together=lambda action: action())
+    digests = FileDigests({"weights": file}, agreement)
+    digests._found.result()
+    assert digests.gather() == {"weights": file_digest(file)}
+    if change == "in place":
+        with file.open("r+b") as out:
+            out.write(b"other")
+        # The clock of files may stand still for milliseconds.
+        os.utime(file, ns=(1, 1))
+    elif change == "by another file":
+        (file.parent / "other").write_bytes(file.read_bytes())
+        (file.parent / "other").replace(file)
+    else:
+        file.unlink()
+    with pytest.raises(MegaKVError, match="weights was written to while the model was loaded"):
+        digests.gather()
+    digests.close()
