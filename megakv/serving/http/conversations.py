@@ -43,6 +43,11 @@ class Turn:
         added = sum(getsizeof(str(value)) for message in self.added for value in message.values())
         return 2000 + added + getsizeof(str(self.response))
 
+    def forget_response(self) -> None:
+        """Of one that is only gone on from, what it added alone is of use."""
+        self.response.clear()
+        self.__dict__.pop("bytes", None)
+
 
 class Conversations:
     """Turns by their responses' ids. Any of them can be gone on from, as often as asked: a fork.
@@ -73,14 +78,15 @@ class Conversations:
                 heaviest = max(self._bytes, key=self._bytes.__getitem__)
             else:
                 return
-            self._turns[heaviest].popitem(last=False)
+            _, gone = self._turns[heaviest].popitem(last=False)
+            gone.forget_response()
             self._weigh(heaviest)
 
     def drop(self, name: str, owner: str) -> bool:
         """Forget one; whether there was such."""
         if self.find(name, owner) is None:
             return False
-        del self._turns[owner][name]
+        self._turns[owner].pop(name).forget_response()
         self._weigh(owner)
         return True
 

@@ -45,6 +45,21 @@ def test_what_a_response_repeats_of_its_body_counts() -> None:
     assert kept.count <= 3
 
 
+def test_of_turns_that_are_only_gone_on_from_responses_are_not_held() -> None:
+    """However long a line gets, each of whose responses repeats long instructions."""
+    kept = Conversations(most=1000, most_bytes=100_000)
+    last = turn(None, 1)
+    for number in range(30):
+        response = {"instructions": "a" * 30_000}
+        last = Turn("one", last, ({"role": "user", "content": str(number)},), response)
+        kept.keep(str(number), last)
+        assert kept.bytes <= 100_000 or kept.count == 1
+    assert [message["content"] for message in last.messages] == ["a", *map(str, range(30))]
+    assert kept.find("29", "one") is last and last.response and kept.find("0", "one") is None
+    assert sum(len(str(turn.response)) for turn in last.line) < 100_000
+    assert kept.drop("29", "one") and not last.response
+
+
 def test_one_owner_does_not_push_out_another_s() -> None:
     """Neither by how many they are nor by their size: each keeps an equal part."""
     for kept, letters in ((Conversations(most=20), 1), (Conversations(most=10_000, most_bytes=100_000), 5_000)):
