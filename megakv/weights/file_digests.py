@@ -83,7 +83,8 @@ class KeptDigests:
                 raise MegaKVError(f"{path} cannot be read: {error.strerror or error}") from error
             found[state] = digest
         if new:
-            self._keep(known | new)
+            # Other ranks have kept theirs meanwhile: reading may take minutes.
+            self._keep(self._known() | new)
         return found
 
     def _known(self) -> dict[str, str]:

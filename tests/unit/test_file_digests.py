@@ -64,6 +64,23 @@ def test_a_file_is_read_once(file: Path, tmp_path: Path) -> None:
     assert list(KeptDigests(cache).of([file]).values()) == [file_digest(file)] != [before]
 
 
+def test_ranks_that_read_side_by_side_keep_what_each_has_read(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, other = tmp_path / "cache", tmp_path / "other"
+    other.write_bytes(b"other")
+
+    def reading(path: Path, stop: threading.Event | None = None) -> str:
+        if path == file:
+            # Another rank begins later and ends earlier.
+            KeptDigests(cache).of([other])
+        return file_digest(path, stop)
+
+    monkeypatch.setattr(file_digests, "file_digest", reading)
+    KeptDigests(cache).of([file])
+    assert KeptDigests(cache)._known() == {state_of(path): file_digest(path) for path in (file, other)}
+
+
 def test_nothing_that_is_kept_does_harm(file: Path, tmp_path: Path) -> None:
     cache, state, right = tmp_path / "cache", state_of(file), file_digest(file)
     for files in ({state: "short"}, {state: 7}, [state], "text", None, {state: OTHER.upper() + "\n"}):
