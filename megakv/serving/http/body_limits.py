@@ -39,12 +39,15 @@ class BodyLimits:
     depth: int = MOST_DEPTH
 
     @classmethod
-    def of(cls, context: int | None, longest_token: int, prompts: int) -> BodyLimits:
-        """Room for so many prompts, each with a number, or the letters of a token, at every position."""
+    def of(cls, context: int | None, longest_token: int, prompts: int, *, numbers: bool) -> BodyLimits:
+        """Room for so many prompts, each with the letters of a token, or a number where it may be, at every position.
+
+        Lists of numbers become arrays. Other values are objects, of which few may come where streams are written.
+        """
         context = context or UNKNOWN_CONTEXT
         tokens = prompts * context
         letters = LEAST_LETTERS + tokens * longest_token * BYTES_OF_A_LETTER
-        return cls(LEAST_VALUES + tokens, letters, context)
+        return cls(LEAST_VALUES + (tokens if numbers else 0), letters, context)
 
 
 class BodyScanner:

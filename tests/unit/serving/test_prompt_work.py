@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megakv.serving.http.body_limits import MOST_ARGUMENTS, BodyLimits, BodyScanner
+from megakv.serving.http.body_limits import LEAST_VALUES, MOST_ARGUMENTS, BodyLimits, BodyScanner
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_reader import PIECE_LETTERS, PromptReader
@@ -88,6 +88,15 @@ def test_what_is_counted_is_what_is_there() -> None:
         assert not keys or not passes(body, BodyLimits(10**9, 10**9, 1, keys - 1, 10**9))
         assert not levels or not passes(body, BodyLimits(10**9, 10**9, 1, 10**9, levels - 1))
         assert values < 2 or not passes(body, BodyLimits(values - 1, 10**9, 1, 10**9, 10**9))
+
+
+def test_prompts_alone_may_have_a_value_for_each_position() -> None:
+    value = b'{"a":[' + b"{}," * LEAST_VALUES + b"{}]}"
+    limits = {numbers: BodyLimits.of(1 << 20, 8, 1, numbers=numbers) for numbers in (False, True)}
+    BodyScanner(limits[True]).add(value)
+    with pytest.raises(ApiError, match="more than 65536 values"):
+        BodyScanner(limits[False]).add(value)
+    assert limits[True].letters == limits[False].letters
 
 
 def few_errors(error: ApiError) -> bool:
