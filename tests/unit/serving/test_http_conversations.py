@@ -79,6 +79,22 @@ def test_one_owner_does_not_push_out_another_s() -> None:
     assert kept.drop("mine 0", "other") and kept.find("mine 0", "other") is None
 
 
+def test_what_is_held_is_what_can_be_reached() -> None:
+    kept, turns = Conversations(most=12, most_bytes=100_000), list[Turn]()
+    for number in range(400):
+        owner = random.choice("abc")
+        mine = [each for each in turns[-20:] if each.owner == owner]
+        previous = random.choice([None, *mine])
+        response = {"a": "b" * random.randrange(3000)}
+        turns.append(Turn(owner, previous, ({"role": "user", "content": "a" * random.randrange(9000)},), response))
+        kept.keep(str(number), turns[-1])
+        if random.random() < 0.3:
+            kept.drop(str(random.randrange(number + 1)), owner)
+        reached = {id(each): each for named in kept._turns.values() for last in named.values() for each in last.line}
+        assert kept.bytes == sum(each.bytes for each in reached.values())
+        assert kept._holders.keys() == reached.keys() and kept._bytes.keys() == kept._turns.keys()
+
+
 def test_letters_of_any_alphabet_count_as_the_memory_they_take() -> None:
     for letter, each in (("a", 1), ("\u4e00", 2), ("\U0001f600", 4)):
         content = ({"role": "user", "content": letter * 1000},)
