@@ -105,6 +105,8 @@ class _Processes:
             if self._process is not None and self._process.poll() is None:
                 return
             if self._stored is None:
+                # To look through a vocabulary takes a tenth of a second: once, before there are streams, for all forks.
+                _ = self._reader.longest_token
                 self._stored = tempfile.TemporaryFile()
                 pickle.dump(self._reader, self._stored, pickle.HIGHEST_PROTOCOL)
                 self._stored.flush()
