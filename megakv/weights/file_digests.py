@@ -10,6 +10,7 @@ import re
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,6 +29,8 @@ CACHE = Path(HF_HOME) / "megakv"
 KEPT = "digests.json"
 MOST_KEPT = 1024
 """Files whose digests are kept, the latest: some 100 KB."""
+SETTLED_S = 2.0
+"""Age from which another write to a file shows in its times."""
 DIGEST = re.compile(r"[0-9a-f]{32}")
 WINDOW = 64 << 20
 """Bytes that are mapped at a time: pages of a mapped file count as memory of the process."""
@@ -77,8 +80,10 @@ class KeptDigests:
                 state = state_of(path)
                 if (digest := known.get(state)) is None:
                     digest = file_digest(path, stop)
-                    # A file that is written to meanwhile is read again by whoever comes next.
-                    new |= {state: digest} if state_of(path) == state else {}
+                    # A file that is written to meanwhile is read again by whoever comes next, and so is one that is as
+                    # young as the clock of its file system is coarse.
+                    settled = time.time() - path.stat().st_mtime > SETTLED_S
+                    new |= {state: digest} if settled and state_of(path) == state else {}
             except OSError as error:
                 raise MegaKVError(f"{path} cannot be read: {error.strerror or error}") from error
             found[state] = digest

@@ -20,7 +20,13 @@ OTHER = "0" * 32
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "weights"
     path.write_bytes(os.urandom(100_000))
+    settle(path)
     return path
+
+
+def settle(path: Path) -> None:
+    """Let a file have been written long ago."""
+    os.utime(path, (1e9, 1e9))
 
 
 def kept(cache: Path, files: object, check: str | None = None) -> None:
@@ -64,11 +70,19 @@ def test_a_file_is_read_once(file: Path, tmp_path: Path) -> None:
     assert list(KeptDigests(cache).of([file]).values()) == [file_digest(file)] != [before]
 
 
+def test_a_file_that_was_just_written_is_read_again(file: Path, tmp_path: Path) -> None:
+    """Another write within the same tick of its file system's clock would not show."""
+    os.utime(file)
+    KeptDigests(tmp_path / "cache").of([file])
+    assert not (tmp_path / "cache").exists()
+
+
 def test_ranks_that_read_side_by_side_keep_what_each_has_read(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache, other = tmp_path / "cache", tmp_path / "other"
     other.write_bytes(b"other")
+    settle(other)
 
     def reading(path: Path, stop: threading.Event | None = None) -> str:
         if path == file:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from megakv.serving.http.errors import ApiError
+from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_process import LENGTH_BYTES
 from megakv.serving.http.prompt_reader import PromptReader, letters_of
@@ -182,6 +182,8 @@ async def _received(link: socket.socket, length: int) -> bytearray:
     while view:
         count = await asyncio.get_running_loop().sock_recv_into(link, view)
         if not count:
-            raise ConnectionError("a process for long requests ended before its answer")
+            raise unavailable(
+                "the process that reads long requests was ended before it had read this one; send it again"
+            )
         view = view[count:]
     return content
