@@ -222,8 +222,9 @@ class PeerWatch:
             messages = self.channel.poll(seconds)
             for message in messages:
                 self.failures.take(message)
-            if messages and (lost := self.failures.lost) and self.on_loss is not None:
-                self.on_loss(f"rank {self.rank}: {self.describe(*lost)} was lost")
+            # Whoever listens may cease to at any moment.
+            if messages and (lost := self.failures.lost) and (told := self.on_loss) is not None:
+                told(f"rank {self.rank}: {self.describe(*lost)} was lost")
         if not stop.is_set():
             self._end_wait()
 
@@ -253,8 +254,8 @@ class PeerWatch:
         if wait is self._wait:
             self._say(reason)
             try:
-                if self.on_loss is not None:
-                    self.on_loss(reason)
+                if (told := self.on_loss) is not None:
+                    told(reason)
                     time.sleep(FAREWELL_SECONDS)
             finally:
                 os._exit(1)

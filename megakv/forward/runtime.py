@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -68,7 +68,7 @@ class Runtime:
     _life: int = 0
     _kernel: bool | None = None
 
-    @cached_property
+    @property
     def _attention(self) -> LayerAttention:
         return LayerAttention(self.comm, self.planner, self.compressor, self.eviction, self.replicas, self.methods)
 

@@ -68,7 +68,8 @@ def _check_output(given: str, make_folder: bool) -> None:
 
 
 def _beside(path: Path) -> Path:
-    """A temporary name: a rename is atomic only inside one file system."""
+    """A temporary name, of a link beside its end: a rename is atomic only inside one file system."""
+    path = path.resolve()
     return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
 
 
@@ -83,7 +84,7 @@ def _write(path: Path, content: bytes) -> None:
 def write_whole(path: str | Path, content: bytes) -> None:
     """Write a file under a temporary name and rename it, so that no reader ever sees half of it.
 
-    Folders that are missing are made.
+    Folders that are missing are made. Links are followed, as by `open`: as /dev/stdout, where a file is behind it.
 
     Raises OSError with the path if the file cannot be written; what stood there before is then untouched.
     """
@@ -93,7 +94,7 @@ def write_whole(path: str | Path, content: bytes) -> None:
         temporary = _beside(path)
         try:
             _write(temporary, content)
-            os.replace(temporary, path)
+            os.replace(temporary, path.resolve())
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise

@@ -10,6 +10,7 @@ import re
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -28,6 +29,8 @@ CACHE = Path(HF_HOME) / "megakv"
 KEPT = "digests.json"
 MOST_KEPT = 1024
 """Files whose digests are kept, the latest: some 100 KB."""
+SETTLED_S = 2.0
+"""Age from which another write to a file shows in its times."""
 DIGEST = re.compile(r"[0-9a-f]{32}")
 WINDOW = 64 << 20
 """Bytes that are mapped at a time: pages of a mapped file count as memory of the process."""
@@ -53,6 +56,13 @@ def state_of(path: Path) -> str:
     return f"{found.st_dev}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}"
 
 
+def _is_still(path: Path, state: str) -> bool:
+    try:
+        return state_of(path) == state
+    except OSError:
+        return False
+
+
 class KeptDigests:
     """Digests of files by their `state_of`, in a JSON of the user's cache folder.
 
@@ -70,13 +80,16 @@ class KeptDigests:
                 state = state_of(path)
                 if (digest := known.get(state)) is None:
                     digest = file_digest(path, stop)
-                    # A file that is written to meanwhile is read again by whoever comes next.
-                    new |= {state: digest} if state_of(path) == state else {}
+                    # A file that is written to meanwhile is read again by whoever comes next, and so is one that is as
+                    # young as the clock of its file system is coarse.
+                    settled = time.time() - path.stat().st_mtime > SETTLED_S
+                    new |= {state: digest} if settled and state_of(path) == state else {}
             except OSError as error:
                 raise MegaKVError(f"{path} cannot be read: {error.strerror or error}") from error
             found[state] = digest
         if new:
-            self._keep(known | new)
+            # Other ranks have kept theirs meanwhile: reading may take minutes.
+            self._keep(self._known() | new)
         return found
 
     def _known(self) -> dict[str, str]:
@@ -116,7 +129,7 @@ class FileDigests:
 
     def __init__(self, files: Mapping[str, Path], agreement: Agreement):
         self._agreement, self._stop, self._host = agreement, threading.Event(), socket.gethostname()
-        comm = agreement.comm
+        comm, self._files = agreement.comm, files
         states = agreement.together(lambda: {name: state_of(path) for name, path in files.items()})
         self._wanted = {name: (self._host, state) for name, state in states.items()}
         own = _share(comm.gather_objects(self._wanted), comm.mesh.rank)
@@ -127,14 +140,15 @@ class FileDigests:
         self._reader.shutdown(wait=False)
 
     def gather(self) -> dict[str, str]:
-        """The digests of this rank's files, by name. Every rank must call it."""
+        """The digests of this rank's files, by name, when they have been loaded. Every rank must call it."""
         found = self._agreement.together(self._found.result)
         gathered = self._agreement.comm.gather_objects({(self._host, state): found[state] for state in found})
         known = {wanted: digest for each in gathered for wanted, digest in each.items()}
 
         def own() -> dict[str, str]:
             for name, wanted in self._wanted.items():
-                if wanted not in known:
+                # What was loaded may else be newer than what was read for the digest.
+                if wanted not in known or not _is_still(self._files[name], wanted[1]):
                     raise MegaKVError(f"{name} was written to while the model was loaded; start again")
             return {name: known[wanted] for name, wanted in self._wanted.items()}
 

@@ -224,8 +224,9 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _limits(self, kind: type[Body]) -> BodyLimits:
-        reader, prompts = self._served.reader, self._settings.max_choices if kind is CompletionBody else 1
-        return BodyLimits.of(reader.context, reader.longest_token, prompts)
+        reader, numbers = self._served.reader, kind is CompletionBody
+        prompts = self._settings.max_choices if numbers else 1
+        return BodyLimits.of(reader.context, reader.longest_token, prompts, numbers=numbers)
 
     async def _prompts(self, request: Request, body: ChatBody | CompletionBody, made: Prompts | None) -> Prompts:
         """The prompts, made now where they were not with the body."""

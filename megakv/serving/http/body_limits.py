@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from megakv.serving.http.errors import ApiError
-from megakv.serving.http.prompt_reader import too_long
+from megakv.serving.http.errors import ApiError, too_long
 
 LEAST_VALUES = 1 << 16
 """Values that any body may have: long conversations in parts, tools with large schemas."""
@@ -15,6 +15,10 @@ LEAST_LETTERS = 256 << 10
 """Bytes of text that any body may have: what is no prompt, too."""
 MOST_KEYS = 1 << 16
 MOST_DEPTH = 128
+MOST_ARGUMENTS = 1 << 17
+"""Values in the arguments of all calls of a conversation, which are JSON in texts."""
+PIECE_LETTERS = 1 << 16
+NO_LIMIT = 1 << 62
 BYTES_OF_A_LETTER = 6
 """A letter may be written as \\uXXXX."""
 UNKNOWN_CONTEXT = 1 << 20
@@ -35,12 +39,15 @@ class BodyLimits:
     depth: int = MOST_DEPTH
 
     @classmethod
-    def of(cls, context: int | None, longest_token: int, prompts: int) -> BodyLimits:
-        """Room for so many prompts, each with a number, or the letters of a token, at every position."""
+    def of(cls, context: int | None, longest_token: int, prompts: int, *, numbers: bool) -> BodyLimits:
+        """Room for so many prompts, each with the letters of a token, or a number where it may be, at every position.
+
+        Lists of numbers become arrays. Other values are objects, of which few may come where streams are written.
+        """
         context = context or UNKNOWN_CONTEXT
         tokens = prompts * context
         letters = LEAST_LETTERS + tokens * longest_token * BYTES_OF_A_LETTER
-        return cls(LEAST_VALUES + tokens, letters, context)
+        return cls(LEAST_VALUES + (tokens if numbers else 0), letters, context)
 
 
 class BodyScanner:
@@ -55,6 +62,11 @@ class BodyScanner:
         self._values = self._keys = self._letters = self._depth = 0
         self._quoted = False
         self._rest = b""  # A backslash at the end of a part, whose letter is in the next one.
+
+    @property
+    def values(self) -> int:
+        """Values so far, about."""
+        return self._values
 
     def add(self, part: bytes) -> None:
         """Count a part of the body."""
@@ -84,6 +96,19 @@ class BodyScanner:
     def _check(self, what: str, found: int, most: int) -> None:
         if found > most:
             raise _last(ApiError(400, f"the body has more than {most} {what}, the most that is taken", code="too_many"))
+
+
+def check_arguments(texts: Iterable[str]) -> None:
+    """Refuse calls that were sent back and have too many values: templates get them parsed."""
+    values, none = 0, BodyLimits(*[NO_LIMIT] * 5)
+    for text in texts:
+        scanner = BodyScanner(none)
+        for begin in range(0, len(text), PIECE_LETTERS):
+            scanner.add(text[begin : begin + PIECE_LETTERS].encode(errors="replace"))
+        values += scanner.values
+        if values > MOST_ARGUMENTS:
+            message = f"the arguments of all calls have more than {MOST_ARGUMENTS} values, the most that is taken"
+            raise ApiError(400, message, code="too_many")
 
 
 def _last(error: ApiError) -> ApiError:

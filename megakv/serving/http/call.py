@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megakv.serving.form import Form
-from megakv.serving.http.errors import ApiError
-from megakv.serving.http.prompt_reader import too_long
+from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.schemas import SamplingBody
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.settings import HttpSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from functools import cached_property
 from sys import getsizeof
@@ -43,6 +43,11 @@ class Turn:
         added = sum(getsizeof(str(value)) for message in self.added for value in message.values())
         return 2000 + added + getsizeof(str(self.response))
 
+    def forget_response(self) -> None:
+        """Of one that is only gone on from, what it added alone is of use."""
+        self.response.clear()
+        self.__dict__.pop("bytes", None)
+
 
 class Conversations:
     """Turns by their responses' ids. Any of them can be gone on from, as often as asked: a fork.
@@ -54,6 +59,7 @@ class Conversations:
         self._most, self._most_bytes = most, most_bytes
         self._turns: dict[str, OrderedDict[str, Turn]] = {}
         self._bytes: dict[str, int] = {}
+        self._holders: Counter[int] = Counter()
 
     def find(self, name: str, owner: str) -> Turn | None:
         """A turn of this owner."""
@@ -65,7 +71,7 @@ class Conversations:
     def keep(self, name: str, turn: Turn) -> None:
         """Add one; those not used for longest go, in so far as no other goes on from them."""
         self._turns.setdefault(turn.owner, OrderedDict())[name] = turn
-        self._weigh(turn.owner)
+        self._hold(turn)
         while self.count > 1:
             if self.count > self._most:
                 heaviest = max(self._turns, key=lambda owner: len(self._turns[owner]))
@@ -73,15 +79,13 @@ class Conversations:
                 heaviest = max(self._bytes, key=self._bytes.__getitem__)
             else:
                 return
-            self._turns[heaviest].popitem(last=False)
-            self._weigh(heaviest)
+            self._let_go(heaviest, next(iter(self._turns[heaviest])))
 
     def drop(self, name: str, owner: str) -> bool:
         """Forget one; whether there was such."""
         if self.find(name, owner) is None:
             return False
-        del self._turns[owner][name]
-        self._weigh(owner)
+        self._let_go(owner, name)
         return True
 
     @property
@@ -94,16 +98,28 @@ class Conversations:
         """Memory that they hold."""
         return sum(self._bytes.values())
 
-    def _weigh(self, owner: str) -> None:
-        """Note what an owner's turns hold by now, and those that they go on from."""
+    def _hold(self, turn: Turn | None) -> None:
+        """One holder more of a turn, which holds the one before it: its name, or a turn that goes on from it."""
+        while turn is not None:
+            self._holders[id(turn)] += 1
+            if self._holders[id(turn)] > 1:
+                return
+            self._bytes[turn.owner] = self._bytes.get(turn.owner, 0) + turn.bytes
+            turn = turn.previous
+
+    def _let_go(self, owner: str, name: str) -> None:
+        """Forget a name, with what nobody else holds: without a look at all others, of which there may be thousands."""
+        named = self._turns[owner].pop(name)
+        self._bytes[owner] -= named.bytes
+        named.forget_response()
+        self._bytes[owner] += named.bytes
+        turn: Turn | None = named
+        while turn is not None:
+            self._holders[id(turn)] -= 1
+            if self._holders[id(turn)]:
+                break
+            del self._holders[id(turn)]
+            self._bytes[owner] -= turn.bytes
+            turn = turn.previous
         if not self._turns[owner]:
-            del self._turns[owner]
-            self._bytes.pop(owner, None)
-            return
-        held: dict[int, int] = {}
-        for turn in self._turns[owner].values():
-            each: Turn | None = turn
-            while each is not None and id(each) not in held:
-                held[id(each)] = each.bytes
-                each = each.previous
-        self._bytes[owner] = sum(held.values())
+            del self._turns[owner], self._bytes[owner]

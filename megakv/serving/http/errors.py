@@ -57,6 +57,12 @@ def unavailable(message: str, headers: Mapping[str, str] | None = None) -> ApiEr
     return ApiError(503, message, code="unavailable", headers={"retry-after": "5", **(headers or {})})
 
 
+def too_long(what: str, context: int) -> ApiError:
+    """For a prompt beyond the model's positions."""
+    message = f"{what} is longer than the model's context of {context} tokens"
+    return ApiError(400, message, code="context_length_exceeded")
+
+
 def wrong_fields(error: ValidationError) -> ApiError:
     """From what a body's model said of it."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]

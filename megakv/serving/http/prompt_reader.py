@@ -13,8 +13,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from megakv.serving.http.errors import ApiError, wrong_fields
-from megakv.serving.http.schemas import Body, ChatBody, CompletionBody
+from megakv.serving.http.body_limits import check_arguments
+from megakv.serving.http.errors import ApiError, too_long, wrong_fields
+from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, ToolsBody
 
 USUAL_LETTERS = 4
 """Letters of a token in most texts: a text with more of them than the context holds is first counted in pieces."""
@@ -55,9 +56,12 @@ class PromptReader:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
         content.clear()
         try:
-            return kind.model_validate(value)
+            body = kind.model_validate(value)
         except ValidationError as error:
             raise wrong_fields(error) from None
+        if isinstance(body, ToolsBody):
+            check_arguments(body.arguments)
+        return body
 
     def prompts(self, body: CompletionBody | ChatBody) -> list[array[int]]:
         """The tokens of what a body asks to be gone on from."""
@@ -148,9 +152,3 @@ def letters_of(value: Any) -> int:
         elif isinstance(part, list | tuple):
             coming.extend(part)
     return letters
-
-
-def too_long(what: str, context: int) -> ApiError:
-    """For a prompt beyond the model's positions."""
-    message = f"{what} is longer than the model's context of {context} tokens"
-    return ApiError(400, message, code="context_length_exceeded")

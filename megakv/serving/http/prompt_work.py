@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from megakv.serving.http.errors import ApiError
+from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_process import LENGTH_BYTES
 from megakv.serving.http.prompt_reader import PromptReader, letters_of
@@ -105,6 +105,8 @@ class _Processes:
             if self._process is not None and self._process.poll() is None:
                 return
             if self._stored is None:
+                # To look through a vocabulary takes a tenth of a second: once, before there are streams, for all forks.
+                _ = self._reader.longest_token
                 self._stored = tempfile.TemporaryFile()
                 pickle.dump(self._reader, self._stored, pickle.HIGHEST_PROTOCOL)
                 self._stored.flush()
@@ -180,6 +182,8 @@ async def _received(link: socket.socket, length: int) -> bytearray:
     while view:
         count = await asyncio.get_running_loop().sock_recv_into(link, view)
         if not count:
-            raise ConnectionError("a process for long requests ended before its answer")
+            raise unavailable(
+                "the process that reads long requests was ended before it had read this one; send it again"
+            )
         view = view[count:]
     return content

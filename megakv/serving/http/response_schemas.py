@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -115,3 +116,9 @@ class ResponseBody(ToolsBody):
     def functions(self) -> list[Function]:
         """That the model is told of."""
         return [] if self.tool_choice == "none" else list(self.tools or [])
+
+    @property
+    def arguments(self) -> Iterator[str]:
+        """As of `ToolsBody`."""
+        items = [] if isinstance(self.input, str) else self.input
+        return (item.arguments for item in items if isinstance(item, ResponseCall))

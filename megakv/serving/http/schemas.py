@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -25,6 +26,8 @@ MOST_STOPS = 16
 MOST_BIASES = 1024
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
+MOST_SETTINGS = 1 << 16
+"""Letters of settings that come as JSON in a text."""
 Text = Annotated[str, Field(max_length=1 << 26)]
 Name = Annotated[str, Field(max_length=256)]
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -35,8 +38,8 @@ Token = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(max_length=1 << 24, fail_fast=True), AfterValidator(lambda ids: array("i", ids))]
 """They become an array, which takes a ninth of a list's memory."""
 TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
-Ignored = Any
-"""Of fields that say who asks or how to bill: nothing here goes by them."""
+Ignored = Annotated[Any, AfterValidator(lambda _: None)]
+"""Of fields that say who asks or how to bill: nothing here goes by them, and nothing of them is kept."""
 
 
 def at_most(entries: int) -> BeforeValidator:
@@ -276,6 +279,11 @@ class ToolsBody(SamplingBody):
     parallel_tool_calls: bool | None = None
 
     @property
+    def arguments(self) -> Iterator[str]:
+        """Those of all calls that are sent back."""
+        raise NotImplementedError
+
+    @property
     def must_call(self) -> bool:
         """Whether an answer has to be calls of tools."""
         return self.tool_choice not in (None, "auto", "none")
@@ -332,7 +340,8 @@ class ChatBody(ToolsBody):
     response_format: TextFormat | None = None
     chat_template_kwargs: Annotated[dict[Name, bool | int | float | str | None], at_most(MOST_FIELDS)] | None = None
     reasoning_effort: Name | None = None
-    generation_config: Text | None = None
+    # It is parsed where streams are written.
+    generation_config: Annotated[str, Field(max_length=MOST_SETTINGS)] | None = None
     store: Ignored = None
     verbosity: Ignored = None
 
@@ -346,3 +355,9 @@ class ChatBody(ToolsBody):
     def functions(self) -> list[Function]:
         """That the model is told of."""
         return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
+
+    @property
+    def arguments(self) -> Iterator[str]:
+        """As of `ToolsBody`."""
+        calls = (call for message in self.messages for call in message.tool_calls or [])
+        return (call.function.arguments for call in calls if call.function.arguments is not None)

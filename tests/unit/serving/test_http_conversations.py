@@ -45,6 +45,21 @@ def test_what_a_response_repeats_of_its_body_counts() -> None:
     assert kept.count <= 3
 
 
+def test_of_turns_that_are_only_gone_on_from_responses_are_not_held() -> None:
+    """However long a line gets, each of whose responses repeats long instructions."""
+    kept = Conversations(most=1000, most_bytes=100_000)
+    last = turn(None, 1)
+    for number in range(30):
+        response = {"instructions": "a" * 30_000}
+        last = Turn("one", last, ({"role": "user", "content": str(number)},), response)
+        kept.keep(str(number), last)
+        assert kept.bytes <= 100_000 or kept.count == 1
+    assert [message["content"] for message in last.messages] == ["a", *map(str, range(30))]
+    assert kept.find("29", "one") is last and last.response and kept.find("0", "one") is None
+    assert sum(len(str(turn.response)) for turn in last.line) < 100_000
+    assert kept.drop("29", "one") and not last.response
+
+
 def test_one_owner_does_not_push_out_another_s() -> None:
     """Neither by how many they are nor by their size: each keeps an equal part."""
     for kept, letters in ((Conversations(most=20), 1), (Conversations(most=10_000, most_bytes=100_000), 5_000)):
@@ -62,6 +77,22 @@ def test_one_owner_does_not_push_out_another_s() -> None:
         assert owners[0] == 4 and abs(owners[1] - owners[2]) <= 1
         assert kept.count <= 20 and kept.bytes <= 100_000
     assert kept.drop("mine 0", "other") and kept.find("mine 0", "other") is None
+
+
+def test_what_is_held_is_what_can_be_reached() -> None:
+    kept, turns = Conversations(most=12, most_bytes=100_000), list[Turn]()
+    for number in range(400):
+        owner = random.choice("abc")
+        mine = [each for each in turns[-20:] if each.owner == owner]
+        previous = random.choice([None, *mine])
+        response = {"a": "b" * random.randrange(3000)}
+        turns.append(Turn(owner, previous, ({"role": "user", "content": "a" * random.randrange(9000)},), response))
+        kept.keep(str(number), turns[-1])
+        if random.random() < 0.3:
+            kept.drop(str(random.randrange(number + 1)), owner)
+        reached = {id(each): each for named in kept._turns.values() for last in named.values() for each in last.line}
+        assert kept.bytes == sum(each.bytes for each in reached.values())
+        assert kept._holders.keys() == reached.keys() and kept._bytes.keys() == kept._turns.keys()
 
 
 def test_letters_of_any_alphabet_count_as_the_memory_they_take() -> None:

@@ -5,16 +5,18 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import psutil
 import pytest
 
-from megakv.serving.http.body_limits import BodyLimits, BodyScanner
+from megakv.serving.http.body_limits import LEAST_VALUES, MOST_ARGUMENTS, BodyLimits, BodyScanner
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_reader import PIECE_LETTERS, PromptReader
 from megakv.serving.http.prompt_work import PLACES, SHORT, PromptWork
+from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.schemas import ChatBody, CompletionBody
 from tests.unit.serving.tokenizers import byte_level, random_text
 
@@ -88,6 +90,15 @@ def test_what_is_counted_is_what_is_there() -> None:
         assert values < 2 or not passes(body, BodyLimits(values - 1, 10**9, 1, 10**9, 10**9))
 
 
+def test_prompts_alone_may_have_a_value_for_each_position() -> None:
+    value = b'{"a":[' + b"{}," * LEAST_VALUES + b"{}]}"
+    limits = {numbers: BodyLimits.of(1 << 20, 8, 1, numbers=numbers) for numbers in (False, True)}
+    BodyScanner(limits[True]).add(value)
+    with pytest.raises(ApiError, match="more than 65536 values"):
+        BodyScanner(limits[False]).add(value)
+    assert limits[True].letters == limits[False].letters
+
+
 def few_errors(error: ApiError) -> bool:
     """That no more was looked for than what each kind of a value has against the first item."""
     more = re.search(r"\(and (\d+) more\)", error.message)
@@ -115,6 +126,35 @@ def test_first_errors_alone_are_looked_for() -> None:
         with pytest.raises(ApiError) as refused:
             reader.read_body(ChatBody, bytearray(json.dumps(body).encode()))
         assert few_errors(refused.value), refused.value.message
+
+
+def test_texts_that_are_parsed_have_few_values() -> None:
+    """A text is one value of its body, whatever it holds."""
+    reader = PromptReader("tiny", byte_level(), 512, 400)
+    few, many = (json.dumps({"a": [{}] * count}) for count in (MOST_ARGUMENTS // 4, MOST_ARGUMENTS // 2))
+
+    def chat(arguments: str) -> dict[str, Any]:
+        call = {"id": "a", "type": "function", "function": {"name": "a", "arguments": arguments}}
+        return {"messages": [{"role": "assistant", "tool_calls": [call]}, {"role": "user", "content": arguments}]}
+
+    def response(arguments: str) -> dict[str, Any]:
+        return {"input": [{"type": "function_call", "call_id": "a", "name": "a", "arguments": arguments}]}
+
+    for kind, made in ((ChatBody, chat), (ResponseBody, response)):
+        prose = json.dumps("[{," * MOST_ARGUMENTS)
+        for arguments, right in ((few, True), (prose, True), (many, False), (many + '"', False)):
+            content = bytearray(json.dumps({"model": "m", **made(arguments)}).encode())
+            with nullcontext() if right else pytest.raises(ApiError, match="arguments of all calls have more than"):
+                reader.read_body(kind, content)
+    settings = json.dumps({"generation_config": many, "model": "m", "messages": [{"role": "user", "content": "a"}]})
+    with pytest.raises(ApiError, match="generation_config: String should have at most"):
+        reader.read_body(ChatBody, bytearray(settings.encode()))
+
+
+def test_nothing_is_kept_of_fields_that_nothing_goes_by() -> None:
+    content = json.dumps({"model": "m", "prompt": "a", "metadata": [{}] * 9}).encode()
+    body = PromptReader("tiny", byte_level(), 512, 400).read_body(CompletionBody, bytearray(content))
+    assert body.metadata is None and body.prompt == "a"
 
 
 def test_long_work_comes_to_what_short_work_does(reader: PromptReader, work: PromptWork) -> None:

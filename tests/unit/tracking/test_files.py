@@ -104,3 +104,14 @@ def test_a_full_disk_names_the_path(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
+
+
+def test_links_stay(tmp_path: Path) -> None:
+    link, target = tmp_path / "link", tmp_path / "folder" / "target"
+    target.parent.mkdir()
+    link.symlink_to("folder/target")
+    for content in (b"new", b"over what is there"):
+        check_outputs({"--json": link})
+        write_whole(link, content)
+        assert link.is_symlink() and target.read_bytes() == content
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["folder", "link", "target"]
