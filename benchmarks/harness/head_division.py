@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from megakv.cache.layer import LayerMapping, barrier_utilisation, contiguous_layer
+from megakv.base.loads import barrier_utilisation
+from megakv.cache.layer import LayerMapping, contiguous_layer
 from megakv.cache.shares import Copies, owners
 from megakv.cache.splitting import split_request
 from megakv.costmodel.head_times import RankWork

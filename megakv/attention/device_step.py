@@ -63,8 +63,8 @@ class LayerKind:
 class Step(Protocol):
     """What is asked of a `megakv.forward.pass_plan.PassPlan`."""
 
-    cache: Any
-
+    @property
+    def cache(self) -> Any: ...
     @property
     def tokens(self) -> TokenBlock: ...
 

@@ -71,7 +71,7 @@ class MegaKVSection(Section):
 
     tracking: TrackingConfig = Field(default_factory=TrackingConfig)
 
-    plugins: list[str] = Field(default_factory=list)
+    plugins: list[str] = Field([])
     """Modules that every rank imports before the JSON is read: they register methods and policies of their own
     (docs/adding.md)."""
 

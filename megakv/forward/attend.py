@@ -188,7 +188,7 @@ class LayerAttention:
         """End the layer in its store, once all groups of the batch have attended, and evict."""
         if plan.more:
             return
-        call.store.finish()
+        plan.cache.store(call.layer).finish()
         if self.eviction is not None:
             self.eviction.follow(call, lse_HL, plan, notes)
         if plan.compression.turn is None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv.engine.engine import loading
+from megakv.engine import loading
 from megakv.engine.loading import build_model
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears, quantise_rows

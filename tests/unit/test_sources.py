@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 @pytest.mark.parametrize("vectors", ["", "AVX2", "AVX512", "pairs"])
 def test_sources_have_no_warnings(vectors: str) -> None:
-    """Each as it is compiled for a processor without vectors, with four or eight lanes, with sixteen, and with pairs."""
+    """Each as for a processor without vectors, with four or eight lanes, with sixteen, and with pairs."""
     flags = (*VECTORS["AVX512"], *PAIRS) if vectors == "pairs" else VECTORS.get(vectors, ())
     given = [flag for flag in FLAGS if flag not in ("-O3", "-shared")]
     for source in sorted(SOURCES.glob("*.cpp")):

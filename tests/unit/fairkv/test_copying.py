@@ -6,7 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from megakv.cache.layer import LayerMapping, barrier_utilisation, contiguous_layer
+from megakv.base.loads import barrier_utilisation
+from megakv.cache.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.fair_copying import CopyLimits, copy_schemes, map_layer, wrap_around
 from tests.measuring import count_calls
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed

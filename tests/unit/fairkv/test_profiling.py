@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakv.cache.layer import barrier_utilisation
+from megakv.base.loads import barrier_utilisation
 from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.profile import MeasuredPrompt, busy_rate, cosine_similarity, kept_tokens, load_budgets, make_profile
 from megakv.launcher.budget_ranks import print_tables
