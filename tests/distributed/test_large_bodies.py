@@ -169,7 +169,7 @@ def check(server: Server, count: int, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_large_bodies_beside_streams(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
-    check(server, 8, capsys)
+    check(server, 5, capsys)
 
 
 def stopped_fork(parent: int, client: socket.socket) -> int | None:
