@@ -93,6 +93,8 @@ def draw(seed: int, ranks: int) -> Case:
     neighbour = draw_section(rng, *sizes(mesh), lossy=False) if not lossy and rng.random() < 0.15 else None
     # Evicted rows do not come back when a candidate is refused.
     evicts = any("decode_interval" in (each or {}).get("fairkv", {}) for each in (section, neighbour))
+    # Sessions go on with what they were saved from: a module or a folder.
+    source = rng.choice(("folder", "folder", "module"))
     script = Script(rng, turns=family not in LENGTH_DEPENDENT, proposes=not evicts)
     actions = script.draw()
     fewer = [other for size in range(1, ranks) for other in MESHES[size]] if script.saved else []
@@ -107,7 +109,7 @@ def draw(seed: int, ranks: int) -> Case:
             seed=seed,
             family=family,
             mesh=smaller,
-            source="folder",
+            source=source,
             section=then_section,
             script=later.draw(),
             lossy=lossy or is_lossy(then_section),
@@ -117,7 +119,7 @@ def draw(seed: int, ranks: int) -> Case:
         seed=seed,
         family=family,
         mesh=mesh,
-        source=rng.choice(("folder", "folder", "module")),
+        source=source,
         section=section,
         script=actions,
         lossy=lossy,

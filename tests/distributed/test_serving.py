@@ -124,7 +124,7 @@ def test_clients_hear_of_a_rank_that_was_killed(tmp_path: Path, model: Path, mes
 @pytest.mark.parametrize(
     ("error", "victim"),
     [
-        pytest.param(error, victim, marks=pytest.mark.drawn(2))
+        pytest.param(error, victim, marks=pytest.mark.drawn(1))
         for error in ("MemoryError", "OSError", "KeyboardInterrupt", "SystemExit", "KeyError")
         for victim in (0, 1)
     ],
