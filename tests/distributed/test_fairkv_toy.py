@@ -1,12 +1,13 @@
 """A compression method comes from a file outside of the package: what heads keep is what it says."""
 
 import json
+import sys
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import run_command
 from tests.families import llama
 
 SCRIPT = Path(__file__).parent / "ranks" / "fairkv_toy.py"
@@ -19,7 +20,7 @@ def test_heads_keep_what_the_method_of_a_plugin_says(tmp_path: Path) -> None:
     (tmp_path / "cases.json").write_text(json.dumps({"toy": case}))
     names = ("model", "cases.json", "kept.json")
     # Not forked: the process that ranks are forked from would have the method from then on.
-    run_ranks(SCRIPT, *(tmp_path / name for name in names), ranks=1, timeout=240, launcher="torchrun").check()
+    run_command([sys.executable, SCRIPT, *(tmp_path / name for name in names)], timeout=240).check()
     (layers,) = json.loads((tmp_path / "kept.json").read_text())["toy"]
     # 8 multiples of 4 among 30 tokens, and the two earliest others.
     expected = sorted([*range(0, 30, 4), 1, 2])

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from megakv.engine.config import load_config
-from tests.distributed.launch import ROOT, run_command, run_ranks
+from tests.distributed.launch import ROOT, run_command
 from tests.distributed.models import prose, save_model
 
-SCRIPT = Path(__file__).parent / "ranks" / "toy_ring.py"
 EXAMPLES = ROOT / "docs" / "examples"
 PLUGINS = {"plugins": ["my_methods"]}
 PATH = {"PYTHONPATH": str(EXAMPLES)}
@@ -55,12 +54,3 @@ def test_the_launcher_imports_plugins(tmp_path: Path) -> None:
     found = json.loads(out.read_text())
     assert found["tokens_equal"] is True and set(found["methods"]["prefill"]) == {"own_last"}
     assert {step["plan"] for rank in found["ranks"] for step in rank["offload"]} == {"half"}
-
-
-def test_its_tokens_are_the_plain_models(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    config = written(tmp_path, context_parallel={"size": 2, "prefill": "own_last", "decode": "own_last"}, **PLUGINS)
-    # Not forked: the process that ranks are forked from would have the methods from then on.
-    run_ranks(SCRIPT, config, out, ranks=2, timeout=200, launcher="torchrun").check()
-    found = json.loads(out.read_text())
-    assert found["same"] and "own_last" in found["traffic"]
