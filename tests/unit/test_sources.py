@@ -18,6 +18,7 @@ MOST_S = 1500
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("vectors", ["", "AVX2", "AVX512", "pairs"])
 def test_sources_have_no_warnings(vectors: str) -> None:
     """Each as for a processor without vectors, with four or eight lanes, with sixteen, and with pairs."""
