@@ -35,9 +35,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--rounds", {"": 2, "quick": 1}, "how often each part of each tree runs")
     options.add("--tolerance", 0.05, "how much slower a time may be", least=0)
     arguments = options.parse(argv)
-    arguments.trees = [Path(tree).resolve() for tree in arguments.trees.split(",")]
+    arguments.trees = [str(Path(tree).resolve()) for tree in arguments.trees.split(",")]
     for tree in arguments.trees:
-        if not (tree / ".venv/bin/python").exists():
+        if not Path(tree, ".venv/bin/python").exists():
             options.error(f"--trees {tree}: no .venv there: run bash scripts/setup.sh in it")
     return arguments
 
@@ -136,18 +136,18 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     rows: Rows = []
     for part, tree, seconds, times in measured(arguments):
         print(f"{part} of {tree}: {seconds:.0f} s", file=sys.stderr)
-        rows += [{"part": part, "tree": str(tree), "time": name, "seconds": found} for name, found in times.items()]
+        rows += [{"part": part, "tree": tree, "time": name, "seconds": found} for name, found in times.items()]
     return rows, report(arguments, rows), []
 
 
-def measured(arguments: argparse.Namespace) -> Iterator[tuple[str, Path, float, Times]]:
+def measured(arguments: argparse.Namespace) -> Iterator[tuple[str, str, float, Times]]:
     """Every part of every tree, round by round."""
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(arguments.rounds):
             for part in arguments.parts:
                 for tree in arguments.trees:
                     began = time.perf_counter()
-                    found = PARTS[part](Run(tree, Path(folder), quick=arguments.quick))
+                    found = PARTS[part](Run(Path(tree), Path(folder), quick=arguments.quick))
                     yield part, tree, time.perf_counter() - began, found
 
 
@@ -158,7 +158,7 @@ def report(arguments: argparse.Namespace, rows: Rows) -> Summary:
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in rows:
         found.setdefault((row["part"], row["time"]), {}).setdefault(row["tree"], []).extend(row["seconds"])
-    first, *later = map(str, arguments.trees)
+    first, *later = arguments.trees
     table, slower = [], []
     for (part, name), trees in found.items():
         base = trees.get(first, [])
