@@ -43,7 +43,7 @@ def measure_case(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
     import numpy as np
     from harness.virtual_ring import Watch
 
-    from megakv.errors import MegaKVError
+    from megakv.base.errors import MegaKVError
 
     rng = np.random.default_rng(0)
     total, merging = Watch(ring.device), Watch(ring.device)
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     from harness.virtual_ring import Heads, VirtualRing, matmul_rate
     from tqdm import tqdm
 
-    from megakv.errors import MegaKVError
+    from megakv.base.errors import MegaKVError
 
     device = torch.device(arguments.device)
     heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, TYPES[arguments.dtype])

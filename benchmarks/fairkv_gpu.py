@@ -51,7 +51,7 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
     from harness.ragged_heads import HeadShape, TokenPool
     from harness.virtual_ranks import FeedForward, Projections, VirtualRanks, attention_seconds, check_same
 
-    from megakv.costmodel.measure.stopwatch import Pool
+    from megakv.costmodel.stopwatch import Pool
 
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, TYPES[arguments.dtype], bench.device)
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)

@@ -113,7 +113,7 @@ def summarise(rows: Rows) -> Summary:
     from harness.latency_lines import LatencySample, fit_latency
     from harness.statistics import median
 
-    from megakv.costmodel.measure.stopwatch import lower_decile
+    from megakv.costmodel.stopwatch import lower_decile
 
     grid = [row for row in rows if row["part"] == "grid"]
     model = fit_latency([LatencySample(row["batch"], row["kept"], median(row["seconds"]).value) for row in grid])

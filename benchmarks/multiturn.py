@@ -63,10 +63,10 @@ def find_evidence(arguments: argparse.Namespace, world: World, model: Any) -> di
     """By policy, the one that decides for `auto` last, what it decides from: a profile measured now, or a file's."""
     from harness.profiles import measured_profile, shape_of
 
-    from megakv.choice import Evidence
-    from megakv.config import load_config
     from megakv.costmodel.hardware import load_profile
-    from megakv.costmodel.policy_fit import load_fit
+    from megakv.engine.config import load_config
+    from megakv.forward.choice import Evidence
+    from megakv.forward.policy_fit import load_fit
 
     evidence = {WITHOUT_PROFILE: Evidence()}
     if arguments.config is not None:
@@ -90,8 +90,8 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     from harness.profiles import shape_of
     from harness.sampling import Agreement, measure
 
-    from megakv.choice import choose_prefill
     from megakv.costmodel.context_parallel import Workload
+    from megakv.forward.choice import choose_prefill
 
     model = random_model(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)

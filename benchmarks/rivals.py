@@ -76,7 +76,7 @@ def measure(arguments: argparse.Namespace, model: Path, dtype: str, facts: Summa
     """The rows of one type: at every length, from the shortest on, rounds of all rivals that can be had."""
     from tqdm import tqdm
 
-    from megakv.errors import MegaKVError
+    from megakv.base.errors import MegaKVError
 
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     asked = [name for name in arguments.rivals if not RIVALS[name].weights or dtype == DTYPES[-1]]

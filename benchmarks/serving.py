@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     from harness.publish import show_summary
     from harness.serving_prompts import prepared_model
 
-    from megakv.errors import MegaKVError
+    from megakv.base.errors import MegaKVError
 
     arguments.model = str(prepared_model(arguments))
     rows: Rows = []

@@ -37,8 +37,8 @@ from docs.reference import (  # noqa: E402
     settings_table,
 )
 from megakv.costmodel.shape import ModelShape  # noqa: E402
+from megakv.engine.loading import empty_model  # noqa: E402
 from megakv.injection.policy import policy_for  # noqa: E402
-from megakv.weights.loading import empty_model  # noqa: E402
 from megakv.weights.placement import contiguous_head_map, head_counts, plan_placement  # noqa: E402
 from recipes.common.catalogue import load_recipe, names  # noqa: E402
 from tests.families import FAMILIES  # noqa: E402

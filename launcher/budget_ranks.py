@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 import megakv
-from megakv.config import MegaKVConfig
 from megakv.distributed.launchers import read_launch
+from megakv.engine.config import MegaKVConfig
 from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, ModelIdentity, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path

@@ -21,17 +21,17 @@ from megakv.launcher.process import importing, leave, own_rank, quiet_libraries,
 with importing():
     from transformers import PreTrainedTokenizerBase, TextStreamer
 
-    from megakv.build import init_inference
-    from megakv.device import on_device
-    from megakv.engine import MegaKVEngine
-    from megakv.errors import MegaKVError, PeerLostError
+    from megakv.base.device import on_device
+    from megakv.base.errors import MegaKVError, PeerLostError
+    from megakv.engine.build import init_inference
+    from megakv.engine.engine import MegaKVEngine
+    from megakv.engine.session import Session
     from megakv.launcher.chat_input import CHAT_FILE, SESSION_FOLDER, Command, Interrupts, Prompt, SavedChat, complain
     from megakv.launcher.commands.chat import add_arguments
     from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
     from megakv.launcher.job import generation_options, prefill_bar, print_files
     from megakv.launcher.prompts import read_text
     from megakv.launcher.settings import check_job_arguments, run_config
-    from megakv.session import Session
     from megakv.tracking.files import write_whole
     from megakv.tracking.report import RunReport
     from megakv.weights.placement.plan import decoder_layers

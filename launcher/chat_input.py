@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 HELP = {
     "/save DIR": "write this conversation to a folder, keys and values included",

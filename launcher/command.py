@@ -15,8 +15,9 @@ from itertools import pairwise
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from megakv.errors import MegaKVError
-from megakv.launcher.commands import SUMMARIES
+from megakv.base.errors import MegaKVError
+from megakv.base.extras import require_extra
+from megakv.launcher.commands import EXTRA_OF, SUMMARIES
 from megakv.launcher.process import UNREAD
 from megakv.tracking.files import check_outputs, write_whole
 from megakv.version import __version__
@@ -30,6 +31,8 @@ def _parser(given: list[str]) -> argparse.ArgumentParser:
     for name, summary in SUMMARIES.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name in given:
+            if name in EXTRA_OF:
+                require_extra(EXTRA_OF[name], f"megakv {name}")
             module = _module(name)
             module.add_arguments(command)
             command.set_defaults(run=module.run)
@@ -83,10 +86,10 @@ def _is_error(record: logging.LogRecord) -> bool:
 
 
 def _run(argv: list[str]) -> int:
-    arguments = _parser(argv[:1]).parse_args(argv)
     # DeepSpeed's warnings go to standard output, where they would stand before a result.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
     try:
+        arguments = _parser(argv[:1]).parse_args(argv)
         _check_values(argv)
         path = getattr(arguments, "result_file", None)
         check_outputs({"--json": path})

@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from megakv.engine import MegaKVEngine
+from megakv.engine.engine import MegaKVEngine
 from megakv.injection.policy import depends_on_length
 from megakv.tracking.measurements import LogitComparison
 from megakv.weights.folder import local_directory, read_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from megakv.session import Session
+from megakv.engine.session import Session
 from megakv.weights.folder import local_directory, read_config
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges.txt", "*.model")

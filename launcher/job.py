@@ -16,8 +16,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from megakv.build import init_inference
-from megakv.generation import LengthLimits
+from megakv.engine.build import init_inference
+from megakv.engine.generation import LengthLimits
 from megakv.launcher.comparison import WITH_LOGITS, GivenTurn, compare_turns, given_turn
 from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
 from megakv.launcher.process import own_rank

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 import megakv
-from megakv.config import MegaKVConfig
+from megakv.engine.config import MegaKVConfig
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile, ModelIdentity, make_profile

@@ -9,8 +9,8 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 import megakv
+from megakv.base.partition import Partition, even
 from megakv.distributed.comm import Communicator
-from megakv.runahead.partition import Partition, even
 
 HOPELESS = 1.1
 """A partition whose first pass takes so much longer than the best is not given another."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from megakv.engine import MegaKVEngine
+from megakv.engine.engine import MegaKVEngine
 from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Prompt
 from megakv.tracking.report import Answer, RunReport

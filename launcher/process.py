@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import NoReturn
 
+from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.distributed.launchers import read_launch
-from megakv.errors import MegaKVError, PeerLostError
 
 PATIENCE_SECONDS = 10.0
 """How long another rank leaves the word to rank 0, whose exit makes the launcher end all ranks."""

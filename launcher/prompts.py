@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megakv.json_files import parse_json
+from megakv.base.json_files import parse_json
 
 
 @dataclass(frozen=True)

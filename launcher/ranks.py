@@ -17,7 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.launcher.process import UNREAD, own_rank
 from megakv.launcher.remote import encode
 from megakv.tracking.files import check_outputs

@@ -15,12 +15,12 @@ import torch
 from tqdm import tqdm
 
 import megakv
-from megakv.config import MegaKVConfig
+from megakv.base.partition import Partition, from_fractions, to_fractions
 from megakv.costmodel.chain import Chain
-from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.hardware import load_profile
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.launchers import read_launch
+from megakv.engine.config import MegaKVConfig
 from megakv.launcher.commands.search_partition import (
     add_arguments,
     check_search,
@@ -32,10 +32,10 @@ from megakv.launcher.commands.search_partition import (
 )
 from megakv.launcher.passes import TimedPasses
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
+from megakv.runahead.chain_search import best_partition
 from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
 from megakv.runahead.journal import JournalFile
-from megakv.runahead.partition import Partition, from_fractions, to_fractions
 from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from megakv.runahead.table import ChainIdentity, LookupTable, TableEntry, load_table
 

@@ -15,8 +15,8 @@ from megakv.launcher.process import importing, own_rank, quiet_libraries, report
 with importing():
     from transformers import PreTrainedTokenizerBase
 
-    from megakv.build import init_inference
-    from megakv.engine import MegaKVEngine
+    from megakv.engine.build import init_inference
+    from megakv.engine.engine import MegaKVEngine
     from megakv.launcher.commands.serve import add_arguments, http_settings, loop_settings
     from megakv.launcher.conversation import read_tokenizer
     from megakv.launcher.job import print_files

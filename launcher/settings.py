@@ -7,12 +7,13 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megakv.base.extras import require_extra
 from megakv.launcher.ranks import DTYPES, read_hostfile
 from megakv.tracking.files import check_outputs
 from megakv.tracking.wandb_project import check_project
 
 if TYPE_CHECKING:
-    from megakv.config import MegaKVConfig
+    from megakv.engine.config import MegaKVConfig
 
 KEYS = {
     "cp": ("megakv", "context_parallel", "size"),
@@ -97,6 +98,9 @@ def check_job_arguments(arguments: argparse.Namespace) -> None:
 
 def check_files(arguments: argparse.Namespace) -> None:
     """Make the folders of all files that are to be written; one that cannot be is refused now, not in the end."""
+    for name in ("report", "timeline"):
+        if getattr(arguments, name, None) is not None:
+            require_extra("report", f"--{name}")
     outputs, inputs = (
         {f"--{name.replace('_', '-')}": getattr(arguments, name, None) for name in names} for names in (FILES, READ)
     )
@@ -123,7 +127,7 @@ def mesh_on_hosts(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
     """The settings that --config and the arguments of `KEYS` come to; with --wandb, W&B is switched on."""
-    from megakv.config import load_config
+    from megakv.engine.config import load_config
 
     given = _given(arguments)
     if arguments.config is None or not given:
@@ -137,7 +141,7 @@ def run_config(arguments: argparse.Namespace) -> MegaKVConfig:
 
 def run_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The JSON of --config, and what the arguments of `KEYS` say where it has nothing; unchecked."""
-    from megakv.config import read_settings
+    from megakv.engine.config import read_settings
 
     return _added({} if arguments.config is None else read_settings(arguments.config), _given(arguments))
 

@@ -11,11 +11,17 @@ from typing import TYPE_CHECKING, Any
 from megakv.version import __version__
 
 if TYPE_CHECKING:
-    from megakv.build import init_inference
-    from megakv.config import MegaKVConfig
+    from megakv.base.errors import MegaKVError, PeerLostError
     from megakv.distributed.mesh import stop_distributed
-    from megakv.engine import MegaKVEngine
-    from megakv.errors import MegaKVError, PeerLostError
+    from megakv.engine.build import init_inference
+    from megakv.engine.config import MegaKVConfig
+    from megakv.engine.engine import MegaKVEngine
+    from megakv.engine.extensions import (
+        register_compression_method,
+        register_offload_method,
+        register_policy,
+        register_prefill_method,
+    )
 
 __all__ = [
     "MegaKVConfig",
@@ -24,15 +30,23 @@ __all__ = [
     "PeerLostError",
     "__version__",
     "init_inference",
+    "register_compression_method",
+    "register_offload_method",
+    "register_policy",
+    "register_prefill_method",
     "stop_distributed",
 ]
 
 _HOMES = {
-    "MegaKVConfig": "config",
-    "MegaKVEngine": "engine",
-    "MegaKVError": "errors",
-    "PeerLostError": "errors",
-    "init_inference": "build",
+    "MegaKVConfig": "engine.config",
+    "MegaKVEngine": "engine.engine",
+    "MegaKVError": "base.errors",
+    "PeerLostError": "base.errors",
+    "init_inference": "engine.build",
+    "register_compression_method": "engine.extensions",
+    "register_offload_method": "engine.extensions",
+    "register_policy": "engine.extensions",
+    "register_prefill_method": "engine.extensions",
     "stop_distributed": "distributed.mesh",
 }
 

@@ -30,12 +30,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 
 import megakv
-from megakv.config import ContextParallelConfig
+from megakv.base.sections import registered
 from megakv.distributed.mesh import stop_distributed
 from megakv.fairkv.methods import METHODS as COMPRESSION
+from megakv.forward.config import ContextParallelConfig
 from megakv.launcher.process import quiet_libraries
 from megakv.offload.config import OffloadConfig
-from megakv.sections import registered
 
 STEPS, BATCH = 4, 3
 PATIENCE_S = 5.0

@@ -16,6 +16,8 @@ megakv_venv=$megakv_root/.venv
 
 megakv_say() { printf 'megakv set-up: %s\n' "$*" >&2; }
 
+megakv_has_compiler() { type -P "${CXX:-c++}" >/dev/null; }
+
 megakv_has_gpu() { [ -n "$(nvidia-smi -L 2>/dev/null)" ] || [ -e /dev/nvidia0 ]; }
 
 # What .venv must have been made from to be used as it is: this place, these files, a python and a torch that still work.
@@ -193,7 +195,8 @@ ShareMemCommBuilder().load()' >>"$megakv_venv/setup.log" 2>&1 && return
 # MegaKV's own kernels, too. Where one cannot be had the first start of ranks says why, and goes on without.
 megakv_build_kernels() {
     "$megakv_venv/bin/python" -c '
-from megakv.library import SOURCES, library
+from megakv.base.kernel_build import SOURCES
+from megakv.base.library import library
 for source in sorted(SOURCES.glob("*.cpp")):
     library(source.stem)' >>"$megakv_venv/setup.log" 2>&1 || true
 }
@@ -201,9 +204,9 @@ for source in sorted(SOURCES.glob("*.cpp")):
 megakv_build() {
     local python present packages deepspeed constraints=$megakv_root/constraints.txt start=$SECONDS
     python=$(megakv_find_python) || return 1
-    if ! type -P "${CXX:-c++}" >/dev/null; then
-        megakv_say "no C++ compiler (${CXX:-c++}) on PATH. On Debian and Ubuntu: apt install g++"
-        return 1
+    if ! megakv_has_compiler; then
+        megakv_say "no C++ compiler (${CXX:-c++}) on PATH: everything works, prompts and tokens take longer, and so does" \
+            "tensor parallelism on CPU. On Debian and Ubuntu: apt install g++, and delete .venv"
     fi
     present=$(megakv_present_torch "$python") || return 1
     rm -rf "$megakv_venv"
@@ -234,7 +237,7 @@ megakv_build() {
     export PATH=$megakv_venv/bin:$PATH TORCH_EXTENSIONS_DIR=$megakv_venv/torch_extensions
     megakv_compile "$packages" &
     megakv_build_kernels &
-    megakv_has_gpu || megakv_build_op || return 1
+    megakv_has_gpu || ! megakv_has_compiler || megakv_build_op || return 1
     wait
     megakv_stamp >"$megakv_venv/stamp.new" && mv "$megakv_venv/stamp.new" "$megakv_venv/stamp"
     megakv_say "done in $((SECONDS - start)) s"

@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-import megakv.planning
+import megakv.forward.planning
 from megakv.injection import linears, prompt_layer
 
 
@@ -19,6 +19,6 @@ def as_large(section: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.multiple(prompt_layer, LEAST_ROWS=3, ROWS=9))
         if section.get("context_parallel", {}).get("decode") == "tensor":
-            stack.enter_context(patch.object(megakv.planning, "worth_bytes", lambda _: 0))
+            stack.enter_context(patch.object(megakv.forward.planning, "worth_bytes", lambda _: 0))
             stack.enter_context(patch.object(linears, "LEAST_WEIGHT", 0))
         yield

@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from megakv.costmodel.offload import LayerCosts
 from megakv.offload.costs import OffloadCosts
+from megakv.offload.equations import LayerCosts
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
-from megakv.errors import MegaKVError
-from megakv.forward_pass import Pauses
-from megakv.injection.interface import attention_modules
+from megakv.forward.pauses import Pauses
+from megakv.weights.placement.attention import attention_modules
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 import random
 
-from megakv.fairkv.layer import LayerMapping
+from megakv.cache.layer import LayerMapping
 from megakv.fairkv.mapping import HeadMapping, by_rank
 
 

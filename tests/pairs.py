@@ -3,7 +3,7 @@
 import functools
 
 from megakv.attention.prefill import PrefillKernel
-from megakv.library import library
+from megakv.base.library import library
 
 
 @functools.cache

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.weights.loading import LoadedModel, build_model
+from megakv.engine.loading import LoadedModel, build_model
 
 
 class ThreadSum:

@@ -28,7 +28,7 @@ from megakv.cache.cache import ShardedCache
 from megakv.fairkv import methods
 from megakv.fairkv.method import EVERYTHING
 from megakv.fairkv.observation import Turn
-from megakv.forward_pass import Generation
+from megakv.forward.pass_plan import Generation
 
 from .methods import Peers
 from .models import DTYPES

@@ -8,14 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from megakv.base.loads import barrier_utilisation
+from megakv.cache.layer import LayerMapping, contiguous_layer
+from megakv.cache.shares import Copies, owners
+from megakv.cache.splitting import split_request
 from megakv.costmodel.head_times import RankWork
 from megakv.fairkv.budgets import divide
-from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile
-from megakv.fairkv.shares import Copies, owners
-from megakv.fairkv.splitting import split_request
 
 from .options import CONTIGUOUS, UNIFORM
 

@@ -189,7 +189,7 @@ def benchmark_alone(
     """A benchmark of this process alone: 2 without its device, 1 after what users can mend or where tokens differ."""
     import torch
 
-    from megakv.errors import MegaKVError
+    from megakv.base.errors import MegaKVError
 
     from .publish import describe_machine, publish
 

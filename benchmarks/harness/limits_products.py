@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from megakv.injection.linears import rows_product
+from megakv.weights.products import rows_product
 
 from .charts import groups
 from .launch import Rows, Summary

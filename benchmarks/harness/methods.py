@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 import megakv
-from megakv.compat import shared_memory_available
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.distributed.compat import shared_memory_available
 
 from .breakdown import generated_us
 from .models import twin, weight_bytes

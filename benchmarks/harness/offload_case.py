@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.costmodel.offload_pipeline import layer_times
-from megakv.costmodel.offload_pipeline import step_seconds as pipeline_seconds
-from megakv.costmodel.offload_time import group_costs
 from megakv.costmodel.shape import ModelShape
 from megakv.offload.costs import LayerSpeeds
 from megakv.offload.method import Split
 from megakv.offload.methods import methods_of
+from megakv.offload.pipeline import layer_times
+from megakv.offload.pipeline import step_seconds as pipeline_seconds
 from megakv.offload.record import StepRecord
+from megakv.offload.times import group_costs
 
 from .models import DTYPES, drawn_model, random_ids
 from .offload_plan import CHOICES, IN_MEMORY, TASKS, Case, variant

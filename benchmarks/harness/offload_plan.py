@@ -131,7 +131,7 @@ class Case:
 
     def host_bytes(self, shape: ModelShape) -> int:
         """Host memory that any of its methods needs: keys, values, activations, and weights if they are offloaded."""
-        from megakv.offload.pages import page_bytes
+        from megakv.costmodel.stored_rows import page_bytes
 
         page, layers = PAGE_KIB << 10, len(shape.layers)
         widths = shape.attention().kv_row_bytes, shape.hidden * shape.element_bytes

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megakv.base.device import LARGEST_REUSED_BYTES
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes, all_reduce_seconds
 from megakv.costmodel.hardware import CallTimes, HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.device import LARGEST_REUSED_BYTES
 
 
 class PlainTimes:

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from megakv.base.partition import Partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.dense import TokenTimes
@@ -16,7 +17,6 @@ from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.prefill import PrefillTimes, alone
 from megakv.costmodel.shape import ModelShape
 from megakv.injection.layer_kind import is_kind
-from megakv.runahead.partition import Partition
 
 from .links import FREE
 from .models import DTYPES, model_config

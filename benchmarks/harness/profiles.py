@@ -10,14 +10,14 @@ import torch
 from transformers import PreTrainedModel
 
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.measure.kernels import Matrices
-from megakv.costmodel.measure.profile import measure_profile
-from megakv.costmodel.measure.stopwatch import Alone
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.stopwatch import Alone
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh
 from megakv.launcher.ranks import progress
+from megakv.planner.measure.kernels import Matrices
+from megakv.planner.measure.profile import measure_profile
 
 from .world import World
 

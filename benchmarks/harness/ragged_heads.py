@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megakv.attention.partial import PartialAttention
 from megakv.attention.reference import Scoring
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import RaggedBody
 
 from .head_division import Division, Piece
 

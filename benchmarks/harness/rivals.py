@@ -18,7 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TextIO
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 from .launch import free_port
 from .links import ROOT, unavailable

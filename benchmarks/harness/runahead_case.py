@@ -22,8 +22,8 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import PackedAttention
 from megakv.attention.ring import KVFormat
 from megakv.attention.runahead import Runahead
+from megakv.base.partition import Partition, even, from_fractions
 from megakv.launcher.search import search
-from megakv.runahead.partition import Partition, even, from_fractions
 from megakv.runahead.table import load_table
 
 from .methods import ContextParallel, Peers, Prefill

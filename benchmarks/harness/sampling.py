@@ -16,7 +16,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.tracking.machine import peak_memory_bytes, reset_peak_memory
 
 from .world import World

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import httpx
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 from .serving_server import NAME
 

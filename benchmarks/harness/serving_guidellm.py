@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 from .launch import Rows, Summary
 from .publish import show

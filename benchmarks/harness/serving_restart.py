@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 from .launch import Rows, Summary
 from .publish import show

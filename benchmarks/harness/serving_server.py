@@ -18,7 +18,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 from .launch import free_port, rank_environment
 from .rivals import RIVALS, environment

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megakv.attention.merge import merge_by_owner
-from megakv.costmodel.measure.stopwatch import Pool
-from megakv.errors import MegaKVError
-from megakv.injection.linears import rows_product
+from megakv.base.errors import MegaKVError
+from megakv.costmodel.stopwatch import Pool
+from megakv.weights.products import rows_product
 
 from .head_division import Division
 from .ragged_heads import HeadShape, RankLayer, TokenPool

@@ -19,8 +19,8 @@ import torch
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.head_times import HeadTimes, RankWork
-from megakv.costmodel.measure.stopwatch import Pool
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.stopwatch import Pool
 from megakv.fairkv.mapper import map_heads
 
 from .charts import Chart, predicted_over

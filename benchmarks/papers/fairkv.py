@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import gamma
 
-from megakv.fairkv.layer import barrier_utilisation
+from megakv.base.loads import barrier_utilisation
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import BudgetProfile
 

@@ -6,8 +6,8 @@ Tables 3 and 4 keep the weights on an A100; Table 5 streams them to a smaller GP
 
 from __future__ import annotations
 
-from megakv.costmodel.offload import GroupCosts, LayerCosts, WeightTimes
 from megakv.costmodel.shape import ModelShape
+from megakv.offload.equations import GroupCosts, LayerCosts, WeightTimes
 from megakv.offload.kvpr import split_point, split_seconds
 
 from .fit import Constant, Constants, model_shape

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megakv.costmodel.chain import Chain
-from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.machine_spec import MachineSpec
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.shape import ModelShape
+from megakv.runahead.chain_search import best_partition
 from megakv.runahead.grid import COARSE_CELLS, Grid
 
 from .fit import Constant, Constants, changed, fitted, link, model_shape

@@ -21,3 +21,14 @@ SUMMARIES = {
     "fairkv-map": "Place KV heads with different budgets on ranks, with copies, so that ranks wait less.",
     "dry-run": "Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank.",
 }
+EXTRA_OF = {
+    "serve": "serve",
+    "timeline": "report",
+    "report": "report",
+    "fit-policy": "plan",
+    "profile": "plan",
+    "plan": "plan",
+    "fairkv": "plan",
+    "fairkv-map": "plan",
+}
+"""Extras that commands need from their first moment on."""

@@ -14,9 +14,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """The ranks that a JSON wants, the methods that it may name, and all its settings."""
-    from megakv.config import MegaKVSection, load_config
-    from megakv.named_files import check_files
-    from megakv.sections import registered
+    from megakv.base.sections import registered
+    from megakv.engine.config import MegaKVSection, load_config
+    from megakv.engine.named_files import check_files
 
     config = load_config(arguments.config)
     check_files(config)

@@ -7,11 +7,11 @@ import json
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.tracking.files import check_outputs, write_whole
 
 if TYPE_CHECKING:
-    from megakv.dry_run import DryRun, VirtualRank
+    from megakv.planner.dry_run import DryRun, VirtualRank
 
 GB = 10**9
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     """Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank."""
     from megakv.costmodel.presets import hardware
-    from megakv.dry_run import dry_run
+    from megakv.planner.dry_run import dry_run
 
     check_outputs({"--json": arguments.json}, {"--config": arguments.config})
     memory = (

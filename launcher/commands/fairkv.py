@@ -16,7 +16,7 @@ from megakv.tracking.files import check_outputs
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from megakv.config import MegaKVConfig
+    from megakv.engine.config import MegaKVConfig
     from megakv.fairkv.profile import BudgetProfile
 
 BUDGET = 0.25

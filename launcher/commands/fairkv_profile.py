@@ -11,7 +11,7 @@ from megakv.launcher.ranks import command_line, start_ranks
 from megakv.tracking.files import check_outputs
 
 if TYPE_CHECKING:
-    from megakv.config import MegaKVConfig
+    from megakv.engine.config import MegaKVConfig
 
 UNEVEN = ("ada_snapkv", "headkv")
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 def budget_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
     """The run's JSON with the compression that was asked for, on so many ranks, or those that it wants."""
-    from megakv.config import load_config
+    from megakv.engine.config import load_config
 
     config = load_config(arguments.config or {"dtype": "fp32"})
     if ranks is not None:
@@ -72,7 +72,7 @@ def compress(config: MegaKVConfig, method: str | None, budget: float | None) -> 
 
     A `ValueError` where heads would keep equally many tokens, or all.
     """
-    from megakv.config import load_config
+    from megakv.engine.config import load_config
     from megakv.tracking.config import TrackingConfig
 
     section = config.megakv

@@ -14,8 +14,8 @@ from megakv.launcher.commands.profile import join_and_measure, measure, model_sh
 from megakv.launcher.ranks import add_rank_arguments, dtype_of
 
 if TYPE_CHECKING:
-    from megakv.costmodel.policy_fit import PolicyFit
     from megakv.distributed.comm import Communicator
+    from megakv.forward.policy_fit import PolicyFit
 
 DEFAULT_SECONDS = 120.0
 DEFAULT_TOKENS = (1024, 4096, 16384)
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
 
 def run(arguments: argparse.Namespace) -> dict[str, object]:
     """Measure on ranks of this machine, and fit."""
-    from megakv.costmodel.policy_fit import load_fit
+    from megakv.forward.policy_fit import load_fit
 
     check_tokens(arguments.tokens, arguments.ranks // max(1, arguments.tp))
     measure(__name__, arguments)
@@ -67,7 +67,7 @@ def summary(fit: PolicyFit) -> dict[str, object]:
 
 
 def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callable[[int], None]) -> PolicyFit:
-    from megakv.costmodel.measure.policy_points import fit_policy
+    from megakv.planner.measure.policy_points import fit_policy
 
     check_tokens(arguments.tokens, comm.mesh.cp_size)
     return fit_policy(

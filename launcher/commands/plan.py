@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from megakv.tracking.files import check_outputs, write_whole
 
 if TYPE_CHECKING:
-    from megakv.costmodel.choices import Choice, Demand
-    from megakv.costmodel.cluster import ClusterPlanner, Plan
     from megakv.costmodel.presets import Hardware
     from megakv.costmodel.shape import ModelShape
     from megakv.fairkv.profile import BudgetProfile
+    from megakv.planner.choices import Choice, Demand
+    from megakv.planner.cluster import ClusterPlanner, Plan
 
 SHOWN = 8
 LEAST_SHARE = 0.001
@@ -60,11 +60,11 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
     from tqdm import tqdm
 
-    from megakv.config import load_config
-    from megakv.costmodel.choices import Demand, choice_config
-    from megakv.costmodel.cluster import ClusterPlanner
     from megakv.costmodel.presets import hardware
+    from megakv.engine.config import load_config
     from megakv.launcher.model_names import model_shape
+    from megakv.planner.choices import Demand, choice_config
+    from megakv.planner.cluster import ClusterPlanner
 
     begun = time.perf_counter()
     machine = hardware(arguments.hardware, setting="--hardware")

@@ -112,8 +112,8 @@ def join_and_measure(
 
 
 def _measured(arguments: argparse.Namespace, comm: Communicator, report: Callable[[int], None]) -> HardwareProfile:
-    from megakv.costmodel.measure.kernels import Matrices
-    from megakv.costmodel.measure.profile import measure_profile
+    from megakv.planner.measure.kernels import Matrices
+    from megakv.planner.measure.profile import measure_profile
 
     options: dict[str, Any] = {}
     if arguments.model:

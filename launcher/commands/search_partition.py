@@ -12,7 +12,7 @@ from megakv.launcher.ranks import command_line, start_ranks
 from megakv.tracking.files import check_outputs
 
 if TYPE_CHECKING:
-    from megakv.config import MegaKVConfig
+    from megakv.engine.config import MegaKVConfig
 
 MOST_TOKENS = 10**9
 UNITS = 128
@@ -66,7 +66,7 @@ def read_contexts(words: Sequence[str]) -> list[int]:
 
 def search_config(arguments: argparse.Namespace, ranks: int | None = None) -> MegaKVConfig:
     """The run's JSON, with runahead as its method, whatever is to be searched left open, and so many ranks if given."""
-    from megakv.config import load_config
+    from megakv.engine.config import load_config
     from megakv.tracking.config import TrackingConfig
 
     config = load_config(arguments.config)

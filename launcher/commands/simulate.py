@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
     from megakv.costmodel.memory import GIB
     from megakv.costmodel.presets import hardware
-    from megakv.costmodel.virtual_runs import VirtualRun
+    from megakv.planner.virtual_runs import VirtualRun
     from megakv.tracking.report import report_to_json
     from megakv.tracking.timeline import draw_timelines, write_trace
 
@@ -120,8 +120,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 def _model(arguments: argparse.Namespace, machine: Hardware) -> ModelShape:
     import torch
 
-    from megakv.costmodel.choices import MOST_TOKENS, tp_sizes
     from megakv.launcher.model_names import model_shape
+    from megakv.planner.choices import MOST_TOKENS, tp_sizes
 
     for name in ("context", "cached", "batch", "cp", "tp", "chunk_tokens", "steps"):
         low, value = int(name != "cached"), getattr(arguments, name)

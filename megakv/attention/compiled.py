@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megakv.attention.reference import dense_attention, difference
-from megakv.library import TYPES, load
+from megakv.base.library import TYPES, load
 
 TOLERANCE = 1e-5
 MAX_ROWS, MAX_HEADS = 32, 128

@@ -18,7 +18,7 @@ from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.attention.step import RUN_WORDS, RowTable, seen_rows
 from megakv.attention.tiles import Tiles
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import TokenBlock, TokenTable
 
 MOST_RUNS = 9
@@ -61,10 +61,10 @@ class LayerKind:
 
 
 class Step(Protocol):
-    """What is asked of a `megakv.forward_pass.ForwardPass`."""
+    """What is asked of a `megakv.forward.pass_plan.PassPlan`."""
 
-    cache: Any
-
+    @property
+    def cache(self) -> Any: ...
     @property
     def tokens(self) -> TokenBlock: ...
 

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakv.library import TYPES, load
+from megakv.base.library import TYPES, load
 
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"))
 """Of feed-forwards, by the kernel's numbers."""

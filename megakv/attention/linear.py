@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakv.library import TYPES, load
+from megakv.base.library import TYPES, load
 
 FEW_ROWS, MOST_ROWS = 16, 256
 """Rows up to which it is taken on all processors, and on those where a measurement does not speak against it."""

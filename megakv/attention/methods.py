@@ -12,6 +12,7 @@ from megakv.attention.pass_q import PassQ
 from megakv.attention.replicated import Local, Replicated, Sliced
 from megakv.attention.runahead import Runahead
 from megakv.attention.tsp import TSP
+from megakv.base.registry import Registry
 
 
 @dataclass(frozen=True)
@@ -35,17 +36,20 @@ class MethodEntry:
     """Whether in a last layer that few queries are wanted of these may travel, instead of all keys and values."""
 
 
-METHODS = {
-    "pass_kv": MethodEntry(PassKV, prefill=True, narrows=True),
-    "pass_q": MethodEntry(PassQ, prefill=True, decode=True, keys_stay=True, narrows=True),
-    "all_gather": MethodEntry(AllGatherKV, prefill=True),
-    "replicated": MethodEntry(Replicated, decode=True, keys_stay=True, replicated=True),
-    "tensor": MethodEntry(Sliced, decode=True, keys_stay=True, replicated=True, slices_linears=True),
-    "local": MethodEntry(Local, keys_stay=True),
-    "runahead": MethodEntry(Runahead, prefill=True, contiguous=True, narrows=True),
-    "tsp": MethodEntry(TSP, prefill=True, contiguous=True),
-    "tsp_causal": MethodEntry(AllGatherKV, prefill=True, contiguous=True),
-}
+METHODS: Registry[MethodEntry] = Registry(
+    "attention method",
+    {
+        "pass_kv": MethodEntry(PassKV, prefill=True, narrows=True),
+        "pass_q": MethodEntry(PassQ, prefill=True, decode=True, keys_stay=True, narrows=True),
+        "all_gather": MethodEntry(AllGatherKV, prefill=True),
+        "replicated": MethodEntry(Replicated, decode=True, keys_stay=True, replicated=True),
+        "tensor": MethodEntry(Sliced, decode=True, keys_stay=True, replicated=True, slices_linears=True),
+        "local": MethodEntry(Local, keys_stay=True),
+        "runahead": MethodEntry(Runahead, prefill=True, contiguous=True, narrows=True),
+        "tsp": MethodEntry(TSP, prefill=True, contiguous=True),
+        "tsp_causal": MethodEntry(AllGatherKV, prefill=True, contiguous=True),
+    },
+)
 
 
 def prefill_methods() -> tuple[str, ...]:

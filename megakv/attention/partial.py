@@ -19,7 +19,7 @@ from megakv.attention.latent import EXPANDED_ROWS
 from megakv.attention.merge import merge_
 from megakv.attention.reference import Alibi, Scoring
 from megakv.attention.visibility import Block, Slots, Visibility, plan_blocks
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 
 

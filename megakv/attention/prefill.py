@@ -18,7 +18,7 @@ from torch import Tensor
 from megakv.attention.compiled import Run
 from megakv.attention.reference import Alibi, dense_attention, difference
 from megakv.attention.visibility import Slots
-from megakv.library import TYPES, load
+from megakv.base.library import TYPES, load
 
 TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 2**-7

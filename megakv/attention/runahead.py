@@ -12,8 +12,8 @@ from megakv.attention.partial import KVPart, PackedAttention, dense
 from megakv.attention.pass_kv import attend_to_all_shards
 from megakv.attention.pass_q import visit_all_shards
 from megakv.attention.ring import KVFormat, Scratch
+from megakv.base.errors import MegaKVError
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
-from megakv.errors import MegaKVError
 
 CHUNK_TOKENS = 1024
 """Longest message, in tokens."""

@@ -23,9 +23,9 @@ from torch import Tensor
 from megakv.attention.compiled import DecodeKernel, Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
+from megakv.base.library import TYPES, load
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
-from megakv.library import TYPES, load
 
 RUN_WORDS = len(Run._fields)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}

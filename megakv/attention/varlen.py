@@ -14,7 +14,7 @@ from torch import Tensor
 from megakv.attention.backends import trusted
 from megakv.attention.merge import merge_by_owner
 from megakv.attention.reference import dense_attention
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray
 
 CHUNK_KEYS = 512

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megakv.device import upload
+from megakv.base.device import upload
 
 Slots = npt.NDArray[np.int64]
 AnySlots = TypeVar("AnySlots", npt.NDArray[Any], Tensor)

@@ -10,13 +10,13 @@ import numpy as np
 from torch import Tensor
 
 from megakv.cache.dense import DenseStore
+from megakv.cache.notes import Notes
 from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.span import CacheSpan
 from megakv.cache.store import KVStore
 from megakv.cache.transformers_cache import TransformersCache
 from megakv.cache.window import first_held
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
-from megakv.fairkv.notes import Notes
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall

@@ -8,10 +8,10 @@ import numpy as np
 from torch import Tensor
 
 from megakv.attention.step import RowTable
+from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
-from megakv.errors import MegaKVError
 
 INSEPARABLE = "caches that go through one pass stay in their order; cut back, fork or reorder each by itself"
 

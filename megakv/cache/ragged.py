@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import Part
+from megakv.base.device import upload
+from megakv.base.tensor_files import StreamedTensor
+from megakv.cache.joined_bodies import join
+from megakv.cache.ragged_attention import AttendedBody, RaggedPart
+from megakv.cache.ragged_body import Body, RaggedBody
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Move, Pair
-from megakv.device import upload
+from megakv.cache.together import attend_heads
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.attention import AttendedBody, RaggedPart
-from megakv.fairkv.joined_bodies import join
-from megakv.fairkv.ragged_body import Body, RaggedBody
-from megakv.fairkv.together import attend_heads
-from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall, PartElsewhere

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.base.tensor_files import read_where_present
+from megakv.cache.notes import Notes
+from megakv.cache.shares import HeadShares
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.notes import Notes
-from megakv.fairkv.shares import HeadShares
-from megakv.tensor_files import read_where_present
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import KVPart, Part, PartialAttention
+from megakv.base.device import upload
+from megakv.base.tensor_files import StreamedTensor
 from megakv.cache.dense import DenseStore
+from megakv.cache.ragged_attention import attend_by_heads
 from megakv.cache.saved import SavedLayer
+from megakv.cache.shares import HeadShares
 from megakv.cache.store import KVStore, Pair
-from megakv.device import upload
 from megakv.distributed.sharding import IntArray, TokenColumn
-from megakv.fairkv.attention import attend_by_heads
-from megakv.fairkv.shares import HeadShares
-from megakv.tensor_files import StreamedTensor
 
 
 @dataclass(frozen=True)

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megakv.base.errors import MegaKVError
+from megakv.base.tensor_files import DTYPES, StreamedTensor, read_tensors, tensor_kinds, write_in_place
 from megakv.cache.store import Pair, cut
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
-from megakv.errors import MegaKVError
-from megakv.tensor_files import DTYPES, StreamedTensor, read_tensors, tensor_kinds, write_in_place
 
 COORDINATES = ("span", "owners", "positions", "kinds")
 """Of a file, beside keys and values. Those lie in one block for each kind: tensors by the hundred take long to open."""

@@ -31,9 +31,9 @@ import numpy as np
 from torch import Tensor
 
 from megakv.attention.partial import KVPart, Part
+from megakv.base.errors import MegaKVError
+from megakv.base.tensor_files import StreamedTensor
 from megakv.distributed.sharding import IntArray
-from megakv.errors import MegaKVError
-from megakv.tensor_files import StreamedTensor
 
 if TYPE_CHECKING:
     from megakv.attention.method import AttentionCall, PartElsewhere

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 
 class LayerView(CacheLayerMixin):

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megakv.base.partition import Partition
 from megakv.costmodel.dense import SUMS, all_reduce_bytes
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.layouts import balanced_tokens
 from megakv.distributed.sharding import chunk_bounds
-from megakv.runahead.partition import Partition
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class TokenTimes:
         """Output projection and feed-forward: what follows attention.
 
         wanted: tokens whose logits are asked for: the matrices of the last layer leave out the others, experts do not,
-            and between matrices these are zero, see `megakv.injection.last_layer`.
+            and between matrices these are zero, see `megakv.forward.last_layer`.
         """
         shape, model = self._model.layers[layer], self._model
         asked = self._rows(layer, tokens, wanted)

@@ -9,9 +9,9 @@ from typing import Annotated, Literal, Self
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megakv.base.device import LARGEST_REUSED_BYTES
 from megakv.costmodel.curves import AttentionTable, Curve, RaggedTable
 from megakv.costmodel.records import Record, load_record
-from megakv.device import LARGEST_REUSED_BYTES
 from megakv.distributed.comm import Communicator
 from megakv.tracking.machine import machine_info
 

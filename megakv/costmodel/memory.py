@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from megakv.cache.window import held_rows
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.config import OffloadConfig
-from megakv.offload.pages import page_bytes
-from megakv.offload.row_format import group_size, packed_bytes
+from megakv.costmodel.stored_rows import OffloadSizes, may_pay, page_bytes, stored_bytes
 
+RESERVE = 0.05
+"""What part of an accelerator's memory is left to allocator and libraries."""
 HIDDEN_WIDTHS = 4
 """Tensors of the hidden width at a time: embeddings, a layer's input, its residual, and what was normed."""
 QUERY_WIDTHS = 6
@@ -83,22 +83,13 @@ def cached_bytes(rows: Sequence[int], held: Sequence[int], whole: int) -> int:
     return sum(row * count for row, count in pairs) + max(row * max(0, whole - count) for row, count in pairs)
 
 
-def stored_bytes(model: ModelShape, row: int, offload: OffloadConfig) -> int:
-    """Bytes off the accelerator of a token's keys and values in a layer, which are `row` bytes on it."""
-    if offload.kv_bits is None:
-        return row
-    dims = (model.key_dim, model.value_dim) if model.row_dim is None else (model.row_dim, 0)
-    group = group_size(*dims, offload.kv_group)
-    return packed_bytes(row // model.element_bytes, group, model.dtype, offload.kv_bits)
-
-
 def offloaded_bytes(
     model: ModelShape,
     rows: Sequence[int],
     tokens: int,
     *,
     batch: int,
-    offload: OffloadConfig,
+    offload: OffloadSizes,
     recomputes: bool = True,
     new: int | None = None,
     compressed: int = 0,
@@ -109,11 +100,11 @@ def offloaded_bytes(
     """
     head = (model.key_dim + model.value_dim if model.row_dim is None else model.row_dim) * model.element_bytes
     inputs, stored_head = model.input_bytes, stored_bytes(model, head, offload)
-    held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_kib << 10
+    held, page = held_tokens(model, tokens, batch=batch, new=new), offload.page_bytes
     host = staged = packed = most = 0
     for row, count in zip(rows, held, strict=True):
         stored = stored_bytes(model, row, offload)
-        kept = inputs if recomputes and offload.keeps_inputs(inputs, stored) else 0
+        kept = inputs if recomputes and offload.recomputes and may_pay(inputs, stored) else 0
         # Every sequence has its own pages in every layer; a window begins anywhere in one.
         here, all_rows = (
             batch * sum(page_bytes(-(-number // batch), width, page) for width in (stored, kept) if width)
@@ -127,7 +118,7 @@ def offloaded_bytes(
         beside = 0 if offload.kv_bits is None else stored
         packed, staged = max(packed, beside), max(staged, row + kept + beside)
     together, bodies = (-(-count // min(offload.groups, batch)) for count in (tokens, compressed))
-    resident = min(int(offload.device_gb * GIB), sum(rows) * tokens)
+    resident = min(offload.device_bytes, sum(rows) * tokens)
     buffers = grown_bytes(staged * together) + grown_bytes((max(rows) + packed) * bodies)
     return STAGED_LAYERS * buffers + resident, host + most
 
@@ -179,7 +170,7 @@ def rank_memory(
     piece = None if new is None or new >= context else -(-new // cp_size)
     held = held_tokens(model, kept, batch=batch, new=piece)
     cache, host = round(cached_bytes(rows, held, kept if piece is None else 0) * kept_share), 0
-    waiting, offload = 0, OffloadConfig(num_gpu_batches=groups)
+    waiting, offload = 0, OffloadSizes(groups=groups)
     if offloaded and kept_share < 1:
         compressed = round(kept * kept_share)
         staged, host = offloaded_bytes(model, rows, 0, batch=batch, offload=offload, compressed=compressed)

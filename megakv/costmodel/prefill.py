@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from megakv.attention.runahead import CHUNK_TOKENS
+from megakv.base.partition import Partition
 from megakv.costmodel.attention_time import LayerTimes, Prediction
 from megakv.costmodel.chain import Chain, ChainPrediction
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
-from megakv.runahead.partition import Partition
 
 EXPOSED = ("exposed", "collective", "straggle")
 """Terms of attention in which a rank waits for others."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megakv.json_files import read_json
+from megakv.base.json_files import read_json
 from megakv.tracking.files import write_whole
 
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from megakv.attention.latent import expanding_pays
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.config_sizes import (
     biased,
     experts,
@@ -25,7 +26,6 @@ from megakv.costmodel.config_sizes import (
     positions,
     windows,
 )
-from megakv.errors import MegaKVError
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.model_class import model_class
 from megakv.weights.placement import head_counts

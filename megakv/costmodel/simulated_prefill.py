@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from megakv.attention.chain import HELD, OPERATION
+from megakv.base.partition import Partition, even
 from megakv.costmodel.attention_time import RINGS, LayerTimes, RankSteps
 from megakv.costmodel.chain import ChainParts
 from megakv.costmodel.context_parallel import rank_totals, sent_bytes
@@ -17,7 +18,6 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.simulation import CALM, Disturbances, Simulation
 from megakv.costmodel.timeline import ChainRank, LayerWork, Times, added, in_step, sharing
 from megakv.distributed.layouts import balanced_tokens
-from megakv.runahead.partition import Partition, even
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "tsp", "tsp_causal", "runahead")
 

@@ -94,7 +94,7 @@ inline void store_weights(Pair* to, int, Floats first, Floats second) {
 #endif
 
 // Calls with a cell that numbers of a type are multiplied in: by pairs, where that is asked for and possible.
-template <class T, class Call> inline void with_cell(bool pairs, Call call) {
+template <class T, class Call> inline void with_cell([[maybe_unused]] bool pairs, Call call) {
 #ifdef __AVX512BF16__
   if constexpr (std::is_same_v<T, BFloat16>)
     if (pairs) return call(Pair{});

@@ -215,7 +215,7 @@ inline Four sums(Floats a, Floats b, Floats c, Floats d) {
 #endif
 
 // Four words of each of LANES / 4 rows, `step` bytes apart.
-inline Words fours(const char* from, int64_t step) {
+inline Words fours(const char* from, [[maybe_unused]] int64_t step) {
 #if LANES == 16
   const auto four = [&](int row) { return _mm_loadu_si128((const __m128i*)(from + row * step)); };
   __m512i found = _mm512_castsi128_si512(four(0));

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from megakv.base.errors import MegaKVError
 from megakv.distributed.comm import Communicator
-from megakv.errors import MegaKVError
 
 
 class HasDigest(Protocol):

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megakv.base.errors import MegaKVError
+from megakv.base.library import load
 from megakv.distributed.direct import SPIN_SECONDS, Links, is_over
-from megakv.errors import MegaKVError
-from megakv.library import load
 
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 256 << 10

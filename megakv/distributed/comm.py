@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megakv.compat import all_gather_single, inference_all_reduce, store_hosts
+from megakv.base.errors import PeerLostError
 from megakv.distributed.channel import Channel, make_channel
+from megakv.distributed.compat import all_gather_single, inference_all_reduce, store_hosts
 from megakv.distributed.direct import AT_ONCE_BYTES, MESSAGE_BYTES, cores_suffice, exchange
 from megakv.distributed.failures import Failures, joining
 from megakv.distributed.guard import Guard
@@ -20,7 +21,6 @@ from megakv.distributed.health import connect
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import Mesh
 from megakv.distributed.peers import Peer, PeerWatch
-from megakv.errors import PeerLostError
 
 T = TypeVar("T")
 Over = Literal["cp", "tp", "world"]

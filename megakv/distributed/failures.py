@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megakv.errors import MegaKVError, PeerLostError
+from megakv.base.errors import MegaKVError, PeerLostError
 
 TEXT = 4000
 """Characters of an error's message that travel."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megakv.device import Clock, HostClock
+from megakv.base.device import Clock, HostClock
 from megakv.tracking.measurements import Event
 
 Kind = Literal["compute", "communication", "wait"]

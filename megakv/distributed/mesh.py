@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megakv.compat import (
+from megakv.base.errors import MegaKVError
+from megakv.base.laws import CombinationError
+from megakv.distributed.compat import (
     end_deepspeed_distributed,
     init_deepspeed_distributed,
     shared_memory_available,
     store_hosts,
 )
 from megakv.distributed.direct import Links, connect_directly
-from megakv.errors import MegaKVError
-from megakv.laws import CombinationError
 
 GroupName = Literal["world", "cp", "tp", "before", "behind"]
 DESCRIPTORS = "/proc/self/fd"

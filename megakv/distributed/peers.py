@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.distributed.failures import Failures
 from megakv.distributed.health import HealthChannel
-from megakv.errors import MegaKVError, PeerLostError
 
 GRACE_SECONDS = 2.0
 """How long to wait for word of who failed or is gone after a connection broke: the break may be heard of first."""

@@ -15,10 +15,10 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megakv.cache.splitting import TOLERANCE
+
 Criterion = Literal["slowest", "difference"]
 
-TOLERANCE = 1e-9
-"""Relative; two loads closer than this are equal."""
 NODES = 40_000
 """Of the search in one layer, after which the best found so far is taken: 8 KV heads rarely need as many."""
 LEAST = 1e-8

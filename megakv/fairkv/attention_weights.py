@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import Scoring
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray
 
 SCORE_ELEMENTS = 4 << 20

@@ -17,10 +17,11 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
+from megakv.cache.layer import LayerMapping
+from megakv.cache.splitting import TOLERANCE
 from megakv.fairkv import program
-from megakv.fairkv.assignment import TOLERANCE, Criterion, Schemes, lower_bounds
+from megakv.fairkv.assignment import Criterion, Schemes, lower_bounds
 from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
-from megakv.fairkv.layer import LayerMapping
 
 Weights = Sequence[Sequence[float]]
 

@@ -5,25 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
+from megakv.base.errors import MegaKVError
+from megakv.base.laws import CombinationError
+from megakv.cache.notes import Notes
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import IntArray
-from megakv.errors import MegaKVError
 from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.method import EVERYTHING, Segment
-from megakv.fairkv.notes import Notes
 from megakv.fairkv.observation import Observation, Queries, Turn, add_attention_mass, coarse_peaks, pooled_mass
-from megakv.fairkv.replicas import HeadReplicas
 from megakv.fairkv.selection import HEADS, SLOTS, choose
-from megakv.laws import CombinationError
 from megakv.weights.placement.heads import HeadMap
+
+if TYPE_CHECKING:
+    from megakv.fairkv.replicas import HeadReplicas
 
 
 class Compressor:

@@ -14,17 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from megakv.attention.method import AttentionCall
+from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
+from megakv.cache.notes import Notes
 from megakv.cache.store import Move
-from megakv.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.compression import Compressor
+from megakv.fairkv.compression_plan import ObservedPass
 from megakv.fairkv.held import HeldTokens
 from megakv.fairkv.method import EVERYTHING
-from megakv.fairkv.notes import Notes
 from megakv.fairkv.observation import CHUNK_QUERIES, Observation, Queries, Turn, coarse_peaks
 from megakv.fairkv.selection import choose
-from megakv.forward_pass import ForwardPass
 
 COUNTED = 32
 """Slots after which queries are counted in, where all of them are: one by one would take longer."""
@@ -68,21 +68,21 @@ class Eviction:
 
     # Of each layer, after its attention
 
-    def follow(self, call: AttentionCall, lse_HL: Tensor, step: ForwardPass, given: Mapping[int, Notes]) -> None:
+    def follow(self, call: AttentionCall, lse_HL: Tensor, step: ObservedPass, given: Mapping[int, Notes]) -> None:
         """Note what a pass has looked at, and compress what is to be compressed again. Every rank must call it.
 
         `lse_HL` is the log-sum-exp of the layer's attention, attention sinks included; `given` what was noted of turns
         that the pass has compressed.
         """
-        if step.watched and self._method.observed == EVERYTHING:
+        if step.compression.watched and self._method.observed == EVERYTHING:
             self._count_in(call, lse_HL, step, given)
-        elif step.watched:
+        elif step.compression.watched:
             step.cache.note(call.layer, self._remembered(call, lse_HL, step, range(step.batch)))
-        if step.evict:
+        if step.compression.evict:
             self._evict(call, step)
 
     def _remembered(
-        self, call: AttentionCall, lse_HL: Tensor, step: ForwardPass, rows: Sequence[int]
+        self, call: AttentionCall, lse_HL: Tensor, step: ObservedPass, rows: Sequence[int]
     ) -> dict[int, Notes]:
         """All notes, with the queries of a pass of some sequences; no more than are observed."""
         queries = Queries.of_pass(call, lse_HL, self._method.observed)
@@ -98,23 +98,27 @@ class Eviction:
         return notes
 
     @staticmethod
-    def _all_slots(call: AttentionCall, step: ForwardPass, sequence: int) -> IntArray:
+    def _all_slots(call: AttentionCall, step: ObservedPass, sequence: int) -> IntArray:
         return step.once(("slots", sequence), lambda: call.table.all_slots(sequence))
 
-    def _count_in(self, call: AttentionCall, lse_HL: Tensor, step: ForwardPass, given: Mapping[int, Notes]) -> None:
+    def _count_in(self, call: AttentionCall, lse_HL: Tensor, step: ObservedPass, given: Mapping[int, Notes]) -> None:
         """Where all queries are observed: add what they give to the tokens that are held, many at a time."""
-        turn, several = step.turn, step.workload is not None and max(step.workload.new) > 1
+        turn, several = step.compression.turn, step.workload is not None and max(step.workload.new) > 1
         # Of a turn that is compressed, or may be, the compressor itself counts what its queries give to its own tokens.
         goes_on = turn is not None and step.slots < turn.stop
-        before = {row: turn.first for row in range(step.batch) if goes_on or row in step.compress} if turn else {}
+        before = (
+            {row: turn.first for row in range(step.batch) if goes_on or row in step.compression.compress}
+            if turn
+            else {}
+        )
         rows = [row for row in range(step.batch) if before.get(row) != 0]
         notes = self._remembered(call, lse_HL, step, rows) if rows else dict(step.cache.notes(call.layer))
         for row, known in given.items():
             assert known.mass is not None
             notes[row] = notes.get(row, Notes()).with_mass(known.heads, known.held, known.mass)
         if turn is not None and not goes_on:
-            self._take_over(call, turn, notes, [row for row in rows if row not in step.compress])
-        if rows and (step.evict or several or step.slots % COUNTED == 0):
+            self._take_over(call, turn, notes, [row for row in rows if row not in step.compression.compress])
+        if rows and (step.compression.evict or several or step.slots % COUNTED == 0):
             held = {row: HeldTokens.of(call, row, self._all_slots(call, step, row)) for row in rows}
             queries = {row: notes[row] for row in rows if row in notes}
             like = lse_HL.new_zeros(0)
@@ -185,13 +189,13 @@ class Eviction:
                 real = int((sequence >= 0).sum())
                 yield sequence[:real], slots[:real], queries[:real]
 
-    def _evict(self, call: AttentionCall, step: ForwardPass) -> None:
+    def _evict(self, call: AttentionCall, step: ObservedPass) -> None:
         compressor, method, layer = self._compressor, self._method, call.layer
         own, counted, copied = compressor.own_heads(layer)
         # Of a head on several ranks each has all tokens, or each others.
         divided = bool(copied) and compressor.replicas is not None
         notes = dict(step.cache.notes(layer))
-        held = {row: HeldTokens.of(call, row, self._all_slots(call, step, row)) for row in step.evict}
+        held = {row: HeldTokens.of(call, row, self._all_slots(call, step, row)) for row in step.compression.evict}
         if copied and not divided:
             held = {row: self._as_wide(call, tokens) for row, tokens in held.items()}
         like = torch.zeros(0, dtype=torch.promote_types(call.q_HLD.dtype, torch.float32), device=call.q_HLD.device)
@@ -199,7 +203,7 @@ class Eviction:
         given: dict[int, Tensor | None] = dict.fromkeys(held)
         if method.observed:
             if method.observed != EVERYTHING:
-                self._add(call, {row: notes[row] for row in step.evict if row in notes}, held, masses, {})
+                self._add(call, {row: notes[row] for row in step.compression.evict if row in notes}, held, masses, {})
             given = {row: self._made_ready(call, tokens, masses[row], own, divided) for row, tokens in held.items()}
         segments = [tokens.segment() for tokens in held.values()]
         with call.comm.ledger.compute("compression", layer):

@@ -20,9 +20,9 @@ from typing import Literal
 
 import numpy as np
 
+from megakv.cache.layer import LayerMapping
+from megakv.cache.splitting import split_heads
 from megakv.fairkv.assignment import NODES, TOLERANCE, Criterion, Schemes, assign, positive
-from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.splitting import split_heads
 
 Split = Literal["even", "free"]
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
-from megakv.device import upload
+from megakv.base.device import upload
+from megakv.cache.notes import Notes
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention_weights import SCORE_ELEMENTS, ScoredQueries
 from megakv.fairkv.method import Segment
-from megakv.fairkv.notes import Notes
 from megakv.fairkv.observation import pooled
 
 OverRanks = Callable[[Tensor], Tensor]

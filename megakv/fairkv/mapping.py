@@ -7,8 +7,8 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megakv.cache.layer import LayerMapping
 from megakv.costmodel.records import Record, load_record
-from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.profile import ModelIdentity
 from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 
@@ -31,7 +31,7 @@ class Replica(BaseModel):
 
 
 class Balance(BaseModel):
-    """How evenly a mapping loads the ranks, as in `megakv.fairkv.layer`.
+    """How evenly a mapping loads the ranks, as in `megakv.base.loads`.
 
     ``loads[layer][rank]`` are kept tokens that the rank attends to, `rank_loads` their sums, which is its memory.
     """

@@ -11,10 +11,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from megakv.device import upload
+from megakv.base.device import upload
+from megakv.base.sections import Section
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import HeadBudgets, equal
-from megakv.sections import Section
 
 EVERYTHING = -1
 """Number of observed queries: all of the pass."""

@@ -9,10 +9,11 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
+from megakv.base.json_files import read_json
+from megakv.base.laws import CombinationError
+from megakv.base.registry import Registry
 from megakv.fairkv.budgets import FloatArray, HeadBudgets, equal, pyramid, shared, weighted
 from megakv.fairkv.method import EVERYTHING, CompressionMethod, Segment
-from megakv.json_files import read_json
-from megakv.laws import CombinationError
 
 
 class StreamingLLM(CompressionMethod):
@@ -186,6 +187,7 @@ def read_importance(path: str, layers: int, kv_heads: int) -> FloatArray:
     return weights
 
 
-METHODS: dict[str, type[CompressionMethod]] = {
-    method.name: method for method in (StreamingLLM, SnapKV, PyramidKV, H2O, AdaSnapKV, HeadKV)
-}
+METHODS: Registry[type[CompressionMethod]] = Registry(
+    "compression method",
+    {method.name: method for method in (StreamingLLM, SnapKV, PyramidKV, H2O, AdaSnapKV, HeadKV)},
+)

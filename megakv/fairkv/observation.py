@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 from megakv.fairkv.attention_weights import SCORE_ELEMENTS, ScoredQueries
 from megakv.fairkv.method import EVERYTHING, Segment

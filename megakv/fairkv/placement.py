@@ -6,11 +6,11 @@ import logging
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megakv.base.laws import CombinationError
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.mapping import HeadMapping, load_mapping
-from megakv.laws import CombinationError
 from megakv.weights.placement import HeadMap, head_counts
 
 SETTING = "megakv.fairkv.mapping"

@@ -17,10 +17,11 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from megakv.base.loads import barrier_utilisation
+from megakv.cache.layer import contiguous_layer
 from megakv.costmodel.records import Record, load_record
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import divide
-from megakv.fairkv.layer import barrier_utilisation, contiguous_layer
 
 if TYPE_CHECKING:
     from megakv.tracking.report import RunReport

@@ -8,8 +8,8 @@ from math import inf, prod
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megakv.cache.layer import LayerMapping
 from megakv.fairkv.fair_copying import CopyLimits
-from megakv.fairkv.layer import LayerMapping
 
 MOST_BINARIES = 1_000
 """Above, the solver finds nothing in its time."""

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megakv.cache.layer import LayerMapping
+from megakv.cache.splitting import split_heads
 from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.capacity import CLOSE, level_ranks, loads_of
-from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.profile import BudgetProfile
-from megakv.fairkv.splitting import split_heads
 
 Mappings = list[LayerMapping]
 TRIES = 8

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
-from megakv.device import upload
+from megakv.base.device import upload
+from megakv.cache.layer import LayerMapping
+from megakv.cache.shares import BatchShares, Copies, HeadShares, shares_of_rank
+from megakv.cache.splitting import split_request
 from megakv.distributed.comm import Communicator
 from megakv.distributed.mesh import Mesh
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.mapping import HeadMapping
-from megakv.fairkv.shares import BatchShares, Copies, HeadShares, shares_of_rank
-from megakv.fairkv.splitting import split_request
 from megakv.weights.placement.heads import HeadMap
 
 

@@ -1,7 +1,7 @@
 """Placements for requests unlike the profile: where copies go that the profile itself has no use for.
 
 R - 1 copies make all ranks equal for the budgets of the profile, wherever they go; a request has other budgets, and its
-own split (`megakv.fairkv.splitting`) can only use the replicas that there are. So copies are placed for many requests.
+own split (`megakv.cache.splitting`) can only use the replicas that there are. So copies are placed for many requests.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from math import inf
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megakv.cache.layer import LayerMapping
+from megakv.cache.splitting import inside_sets, mask_of, split_heads
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.fair_copying import CopyLimits
-from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.splitting import inside_sets, mask_of, split_heads
 
 PROFILE_WEIGHT = 10.0
 """Of the profile's own budgets beside the mean over requests: they stay balanced."""

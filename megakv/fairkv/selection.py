@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import HeadBudgets
 

@@ -14,13 +14,13 @@ from functools import partial
 
 import numpy as np
 
+from megakv.cache.layer import LayerMapping, contiguous_layer
+from megakv.cache.splitting import split_heads
 from megakv.costmodel.head_times import HeadTimes, LayerCosts, RankWork
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.capacity import CLOSE, Weights, arrange, map_layers, memory_of, relieved
 from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapping import Regime, StepTime
-from megakv.fairkv.splitting import split_heads
 
 Price = Callable[[LayerMapping], float]
 BATCHES = (1, 4, 16, 64, 256)

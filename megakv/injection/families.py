@@ -22,7 +22,7 @@ from transformers.models.gptj.modeling_gptj import apply_rotary_pos_emb as rotat
 from transformers.models.mpt.modeling_mpt import MptAttention, build_mpt_alibi_tensor
 
 from megakv.attention.reference import Scoring
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.injection.interface import attend_of, described_mask
 
 Projected = tuple[Tensor, Tensor, Tensor, Scoring]

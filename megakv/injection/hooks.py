@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,18 +14,21 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
-from megakv.device import upload
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import IntArray, new_tokens
-from megakv.forward_pass import ForwardPass, LastRows, Wanted
-from megakv.injection.last_layer import LastLayerRows
+from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.pass_plan import PassPlan
+from megakv.forward.runtime import Runtime
+from megakv.forward.traits import ModelTraits
+from megakv.forward.wanted import Wanted
 from megakv.injection.linear_slices import LinearSlices
-from megakv.injection.linears import FewRowsLinears, Products
+from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.injection.step_graphs import step_graphs
 from megakv.injection.token_layers import TokenLayers
-from megakv.runtime import Runtime
+from megakv.weights.products import Products
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -42,7 +46,7 @@ class ForwardHooks:
 
     `here` says whether its weights stay where they are, of which context-parallel ranks may decode with slices;
     `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be CUDA graphs;
-    `length_dependent` whether the model's rotary frequencies follow the longest sequence of a pass.
+    `traits` are what was found of the model, for its runtime.
     """
 
     def __init__(
@@ -60,9 +64,8 @@ class ForwardHooks:
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._positions = Positions(model)
-        self.length_dependent = depends_on_length(model)
+        length_dependent = depends_on_length(model)
         self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
-        runtime.last_layer = self._last_layer.attention
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
@@ -73,16 +76,21 @@ class ForwardHooks:
             self._slices = LinearSlices(
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
-            planner.slices = self._slices.gains
         self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
-        graphs = graphs and in_memory and self._positions.taken and not self.length_dependent
+        graphs = graphs and in_memory and self._positions.taken and not length_dependent
         self._graphs = step_graphs(model, runtime, self._last_layer) if graphs else None
+        traits = ModelTraits(
+            last_layer=self._last_layer.attention,
+            slices=None if self._slices is None else self._slices.gains,
+            length_dependent=length_dependent,
+        )
         if in_memory:
-            runtime.few_rows, runtime.pairs = products.most_rows, products.pairs
+            traits = replace(traits, few_rows=products.most_rows, pairs=products.pairs)
             # A turn that may be compressed is not computed so.
             if self._slices is not None and runtime.compressor is None and self._layers.meet_in_memory():
-                runtime.planner.sliced_rows = products.most_rows
+                traits = replace(traits, sliced_rows=products.most_rows)
+        self.traits = traits
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
@@ -94,7 +102,7 @@ class ForwardHooks:
         """
         if not self._layers.known:
             return math.inf
-        return self._runtime.few_rows if self._runtime.comm.mesh.cp_size == 1 else self._runtime.planner.sliced_rows
+        return self.traits.few_rows if self._runtime.comm.mesh.cp_size == 1 else self.traits.sliced_rows
 
     def remove(self) -> None:
         """Take the hooks off the model."""
@@ -139,19 +147,15 @@ class ForwardHooks:
             if not held and (prompt is None or past + length >= prompt.stop):
                 raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
-        step = self._runtime.plan(new, cache, past + length, wanted)
-        step.pauses, self._runtime.pauses = self._runtime.pauses, None
-        # A pass that was broken off, as by Ctrl-C, is no outer one.
-        before = self._runtime.current
-        step.outer, self._runtime.current = before if before is not None and before.pausing else None, step
+        returned = {name: inputs.get(name) is not False for name in ("use_cache", "return_dict")}
+        step = self._runtime.current = self._runtime.plan(new, cache, past + length, wanted, **returned)
         self._layers.begin(step)
         if self._graphs is not None:
             self._graphs.begin(step)
         prompts = None if generation is None else generation.prompts
-        cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.turn is not None)
-        if step.evict:
+        cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.compression.turn is not None)
+        if step.compression.evict:
             cache.evicts(step.slots)
-        step.use_cache, step.return_dict = (inputs.get(name) is not False for name in ("use_cache", "return_dict"))
         self._fill(inputs, step, source, pasts, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.
         self._runtime.comm.failures.begin_pass()
@@ -202,12 +206,11 @@ class ForwardHooks:
             )
         return mask.detach().cpu().numpy().astype(bool)
 
-    def _fill(self, inputs: dict[str, Any], step: ForwardPass, source: Tensor, pasts: IntArray, embedded: bool) -> None:
+    def _fill(self, inputs: dict[str, Any], step: PassPlan, source: Tensor, pasts: IntArray, embedded: bool) -> None:
         """Replace the global inputs by this rank's packed ones."""
         tokens = step.tokens
         sequence, column, position = tokens.sequence, tokens.slot - pasts[tokens.sequence], tokens.position
-        # A stand-in row keeps tensors non-empty, and carries the longest position to rotary embeddings that need it.
-        if len(tokens) == 0 or (self.length_dependent and position.max() < step.layout.max_position):
+        if len(tokens) < step.last.length:
             sequence = np.append(sequence, 0)
             column = np.append(column, 0)
             position = np.append(position, step.layout.max_position)
@@ -225,9 +228,7 @@ class ForwardHooks:
         inputs["past_key_values"] = step.cache
         inputs["use_cache"] = True
         inputs["return_dict"] = True
-        _, step.local = step.wanted_of(step.rank)
-        index = upload(step.local if len(step.local) else np.zeros(1, dtype=np.int64), device)
-        step.last = LastRows(index, len(sequence), step.layout.wanted is not None)
+        index = step.last.rows
         # Few tokens all go through the last layer: whether it is one call or many, ranks' messages are the same.
         if len(index) < len(sequence) and step.token_step is None:
             self._last_layer.open()
@@ -240,7 +241,7 @@ class ForwardHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step = self._runtime.current
         outer = self._runtime.current = None if step is None else step.outer
-        if outer is None or outer.last is None or len(outer.last.rows) == outer.last.length:
+        if outer is None or len(outer.last.rows) == outer.last.length:
             self._last_layer.close()
         else:
             self._last_layer.open()
@@ -260,9 +261,10 @@ class ForwardHooks:
             step.cache.undo()
             raise
         self._runtime.comm.ledger.leave_dense()
-        first = None if step.turn is None else step.turn.first
-        step.cache.commit(step.slots, compressed=step.compress, first=first, proposed=step.proposed)
-        step.cache.evicted(step.evict)
+        compression = step.compression
+        first = None if compression.turn is None else compression.turn.first
+        step.cache.commit(step.slots, compressed=compression.compress, first=first, proposed=step.proposed)
+        step.cache.evicted(compression.evict)
         self._runtime.comm.failures.inside = outer is not None
         output.logits = logits
         if not step.use_cache:
@@ -270,7 +272,7 @@ class ForwardHooks:
             output = type(output)(**{**output, "past_key_values": None})
         return output if step.return_dict else output.to_tuple()
 
-    def _after_pieces(self, step: ForwardPass, logits: Tensor) -> Tensor:
+    def _after_pieces(self, step: PassPlan, logits: Tensor) -> Tensor:
         """``[B, C, V]`` logits where a prompt comes in pieces, of which the last may have nothing but padding of a row.
 
         What follows the row's last token, as where the prompt is read whole, was then known after an earlier piece.
@@ -287,10 +289,10 @@ class ForwardHooks:
         generation.earlier = logits if step.slots < prompt.stop else None
         return logits
 
-    def _share(self, step: ForwardPass, logits: Tensor) -> Tensor:
+    def _share(self, step: PassPlan, logits: Tensor) -> Tensor:
         """``[B, C, V]`` the wanted logits on every rank, bit for bit those of the rank that computed them."""
         wanted, comm, device = step.wanted, self._runtime.comm, logits.device
-        everywhere = step.gathered_logits is logits
+        everywhere = step.state.gathered_logits is logits
         mine = logits[0, : len(step.local)] if self._keeps_logits else logits[0, upload(step.local, device)]
         shape = step.batch, wanted.columns, logits.shape[-1]
         shared: Tensor | None = None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megakv.attention.latent import LatentHeads
 from megakv.attention.reference import Scoring
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 ATTENTION_NAME = "megakv"
 ATTEND_ATTRIBUTE = "megakv_attend"
@@ -156,12 +156,3 @@ def keeps_latents(module: nn.Module) -> bool:
 def latent_heads(module: Any, query: Tensor) -> LatentHeads:
     """The heads of an attention module that are on this rank, and how they see latents."""
     return LatentHeads(module.kv_b_proj.weight, query.shape[1], module.qk_nope_head_dim)
-
-
-def attention_modules(model: nn.Module) -> list[Any]:
-    """The modules that have an index in the cache."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
-    ]

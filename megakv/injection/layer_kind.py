@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from megakv.attention.layer import ACTIVATIONS
+from megakv.base.library import TYPES
+from megakv.forward.last_layer import LastLayerRows
 from megakv.injection.known_code import bare, code_of, forwards_of, parsed
-from megakv.injection.last_layer import LastLayerRows
 from megakv.injection.linears import FewRowsForward
 from megakv.injection.recomputation import Recomputation
-from megakv.library import TYPES
 from megakv.weights.placement.attention import SEPARATE
 from megakv.weights.tensor_parallel import RowParallelLinear
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.distributed.comm import Communicator, Over
-from megakv.forward_pass import ForwardPass
+from megakv.forward.pass_plan import PassPlan
 from megakv.injection.linears import FewRowsForward, FewRowsLinears
 from megakv.injection.weight_slice import Slice, cut_product, product
 from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention
@@ -37,7 +37,7 @@ from megakv.weights.placement.plan import (
 from megakv.weights.placement.slices import Ranges, SliceSpec, split_width
 from megakv.weights.tensor_parallel import RowParallelLinear
 
-Current = Callable[[], ForwardPass | None]
+Current = Callable[[], PassPlan | None]
 Pays = Callable[[dict[str, int]], dict[str, bool]]
 """By kind of linears, ``inputs`` and ``outputs`` of attention and ``feed_forward``: the bytes of weights that a rank is
 spared in a layer, and whether that takes more time than a message. All ranks hear the same."""
@@ -223,7 +223,7 @@ class LinearSlices:
 
     def _active(self) -> bool:
         step = self._current()
-        return step is not None and step.slices and not step.recomputing
+        return step is not None and step.slices and not step.state.recomputing
 
     def _cut_layer(self, index: int, layer: nn.Module, model_type: str, rows: frozenset[str]) -> None:
         try:
@@ -332,5 +332,5 @@ class _Sliced:
             return None
         out: Tensor | None = self._part.output(self._linear, x)
         if self._head is not None and (step := self._head()) is not None:
-            step.gathered_logits = out
+            step.state.gathered_logits = out
         return out

@@ -17,12 +17,12 @@ from megakv.injection.interface import (
     EXPANSION,
     Attend,
     attention_function,
-    attention_modules,
     describe_mask,
     keeps_latents,
     latent_rows,
 )
 from megakv.injection.policy import policy_for
+from megakv.weights.placement.attention import attention_modules
 from megakv.weights.quantised import is_plain_linear
 
 SPENT_ATTRIBUTE = "megakv_spent"

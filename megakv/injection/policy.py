@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.device import upload
+from megakv.base.device import upload
+from megakv.base.registry import Registry
 
 if TYPE_CHECKING:
     from megakv.injection.families import SubstitutedForward
@@ -25,29 +26,36 @@ class Policy:
     """Whether the model, given no `position_ids`, counts positions along the mask. Others number the slots."""
     learned_positions: bool = False
     """Whether positions index a table, so that none beyond its end can be computed."""
-    substitute: str | None = None
-    """For families that bypass the attention interface: what takes the place of their attention modules."""
+    substitute: str | type[SubstitutedForward] | None = None
+    """For families that bypass the attention interface: what takes the place of their attention modules, a class or its
+    name in `megakv.injection.families`."""
 
     def substitution(self) -> type[SubstitutedForward] | None:
-        """The class named `substitute`. Its file imports the families' own, which others need not wait for."""
-        if self.substitute is None:
-            return None
-        from megakv.injection import families
-
-        return getattr(families, self.substitute)
+        """The class that `substitute` means. The families' file imports their own, which others need not wait for."""
+        return SUBSTITUTES[self.substitute] if isinstance(self.substitute, str) else self.substitute
 
 
 DEFAULT = Policy()
-POLICIES: dict[str, Policy] = {
-    "opt": Policy(positions_from_mask=True, learned_positions=True),
-    "biogpt": Policy(learned_positions=True),
-    "gpt2": Policy(learned_positions=True),
-    "gpt_bigcode": Policy(learned_positions=True),
-    "gptj": Policy(learned_positions=True, substitute="GPTJForward"),
-    "falcon": Policy(substitute="FalconForward"),
-    "bloom": Policy(positions_from_mask=True, substitute="BloomForward"),
-    "mpt": Policy(substitute="MptForward"),
-}
+POLICIES: Registry[Policy] = Registry(
+    "policy of the model type",
+    {
+        "opt": Policy(positions_from_mask=True, learned_positions=True),
+        "biogpt": Policy(learned_positions=True),
+        "gpt2": Policy(learned_positions=True),
+        "gpt_bigcode": Policy(learned_positions=True),
+        "gptj": Policy(learned_positions=True, substitute="GPTJForward"),
+        "falcon": Policy(substitute="FalconForward"),
+        "bloom": Policy(positions_from_mask=True, substitute="BloomForward"),
+        "mpt": Policy(substitute="MptForward"),
+    },
+)
+SUBSTITUTES: Registry[type[SubstitutedForward]] = Registry(
+    "substitute",
+    {
+        name: f"megakv.injection.families:{name}"
+        for name in ("GPTJForward", "FalconForward", "BloomForward", "MptForward")
+    },
+)
 
 
 def policy_for(model_type: str) -> Policy:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.layer import LayerCalls, Weight
-from megakv.injection.linears import padded_product, widened_product
+from megakv.weights.products import padded_product, widened_product
 
 LEAST_ROWS = 65
 """Rows from which on layers are computed so; of fewer, products are other ones."""

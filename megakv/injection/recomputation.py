@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.device import upload
+from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray
-from megakv.forward_pass import ForwardPass
+from megakv.forward.pass_plan import PassPlan
 from megakv.injection.interface import ATTEND_ATTRIBUTE
 from megakv.injection.policy import depends_on_length
 
@@ -105,7 +105,7 @@ class Recomputation:
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, entered: Callable[[int, Tensor], None], current: Callable[[], ForwardPass]
+        self, model: PreTrainedModel, *, entered: Callable[[int, Tensor], None], current: Callable[[], PassPlan]
     ):
         self._entered = entered
         self._current = current
@@ -192,14 +192,14 @@ class Recomputation:
         queries: Any = module._modules.get(QUERY_PROJECTION)
         queries = queries if hasattr(queries, "out_features") else None
         step = self._current()
-        step.recomputing = True
+        step.state.recomputing = True
         setattr(module, ATTEND_ATTRIBUTE, _stop)
         if queries is not None:
             module._modules[QUERY_PROJECTION] = _NoQueries(queries.out_features)
         try:
             yield
         finally:
-            step.recomputing = False
+            step.state.recomputing = False
             setattr(module, ATTEND_ATTRIBUTE, attend)
             if queries is not None:
                 module._modules[QUERY_PROJECTION] = queries

@@ -1,8 +1,8 @@
 """Keys as if their tokens stood further on: for caches in which a token's position is its place among what is held.
 
 With rotary embeddings only distances count, so it is enough to rotate the keys of the few tokens that lie before a gap;
-with ALiBi (see `megakv.fairkv.attention.RaggedPart`) there is nothing to rotate. Which columns of a key form pairs is
-the family's own function's to know; that it is understood is seen by computing keys at two positions.
+with ALiBi (see `megakv.cache.ragged_attention.RaggedPart`) there is nothing to rotate. Which columns of a key form
+pairs is the family's own function's to know; that it is understood is seen by computing keys at two positions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.base.laws import CombinationError
 from megakv.injection.families import SubstitutedForward
 from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask
 from megakv.injection.policy import depends_on_length
-from megakv.laws import CombinationError
 
 FUNCTION = "apply_rotary_pos_emb"
 POSITIONS = (5, 11)

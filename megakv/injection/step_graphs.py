@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megakv.attention.device_step import LayerKind, StepTables, attends_on_device
-from megakv.forward_pass import ForwardPass, Generation
-from megakv.injection.last_layer import LastLayerRows
-from megakv.runtime import Runtime
+from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.pass_plan import Generation, PassPlan
+from megakv.forward.runtime import Runtime
 from megakv.tracking.measurements import CAPTURED
 
 logger = logging.getLogger(__name__)
@@ -74,10 +74,10 @@ class StepGraphs:
             del self._decoder.forward
         self._steps.clear()
 
-    def begin(self, step: ForwardPass) -> None:
+    def begin(self, step: PassPlan) -> None:
         """A pass begins. What graphs were captured of is looked at before the first one of a call."""
         tokens = step.tokens
-        plain = step.turn is None and not (step.watched or step.evict) and step.pauses is None
+        plain = step.compression.idle and step.pauses is None
         if len(tokens) != tokens.batch or not tokens.single or not plain or step.layout.wanted is not None:
             self._stale = True
             return
@@ -88,7 +88,7 @@ class StepGraphs:
         self._stale = False
         heard = any(number not in self._last_layer.numbers for number in chain.from_iterable(self._hooks))
         usual = torch.is_autocast_enabled("cuda") or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        step.capturable = not heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
+        step.state.capturable = not heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
 
     def _look(self) -> None:
         modules = list(self._decoder.modules())
@@ -105,7 +105,7 @@ class StepGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the decoder returns."""
         step = self._runtime.current
-        if step is None or not step.capturable or self._kinds is None:
+        if step is None or not step.state.capturable or self._kinds is None:
             return self._forward(*args, **kwargs)
         kwargs |= zip(self._names, args, strict=False)
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
@@ -129,13 +129,13 @@ class StepGraphs:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         return type(self._decoder).forward(self._decoder, *args, **kwargs)
 
-    def _shown(self, step: ForwardPass, kwargs: dict[str, Any]) -> Any:
+    def _shown(self, step: PassPlan, kwargs: dict[str, Any]) -> Any:
         """An ordinary step, in which layers show how they attend."""
-        step.kinds = {}
+        step.state.kinds = {}
         output = self._forward(**kwargs)
-        known = step.kinds and isinstance(output, ModelOutput) and CACHE in output
-        known = known and all(kind is not None for kind in step.kinds.values())
-        self._kinds = {layer: kind for layer, kind in step.kinds.items() if kind is not None} if known else None
+        known = step.state.kinds and isinstance(output, ModelOutput) and CACHE in output
+        known = known and all(kind is not None for kind in step.state.kinds.values())
+        self._kinds = {layer: kind for layer, kind in step.state.kinds.items() if kind is not None} if known else None
         return output
 
 
@@ -185,7 +185,7 @@ class StepGraph:
             for name, tensor in given.items()
         )
 
-    def run(self, step: ForwardPass, given: dict[str, Tensor], kwargs: dict[str, Any], pool: Any) -> Any:
+    def run(self, step: PassPlan, given: dict[str, Tensor], kwargs: dict[str, Any], pool: Any) -> Any:
         """The decoder's output for the sequences of a step, whose rows `tables` has taken."""
         rows, cache = len(step.tokens), kwargs.get(CACHE)
         if not self._tries:
@@ -203,16 +203,16 @@ class StepGraph:
         cut = {name: value[:, :rows] if isinstance(value, Tensor) else value for name, value in output.items()}
         return type(output)(**{**cut, CACHE: cache})
 
-    def _computed(self, step: ForwardPass, inputs: dict[str, Any], cache: Any = None) -> Any:
+    def _computed(self, step: PassPlan, inputs: dict[str, Any], cache: Any = None) -> Any:
         """With that cache in the output: in one that a graph holds there must be none."""
-        step.device_step = self.tables
+        step.state.device_step = self.tables
         try:
             output = self._forward(**inputs)
         finally:
-            step.device_step = None
+            step.state.device_step = None
         return type(output)(**{**output, CACHE: cache})
 
-    def _watched(self, step: ForwardPass, inputs: dict[str, Any]) -> Any:
+    def _watched(self, step: PassPlan, inputs: dict[str, Any]) -> Any:
         """The same, to see whether the host waits for the device in it: then a capture would fail, and leave things
         behind.
         """
@@ -237,7 +237,7 @@ class StepGraph:
             self._failed("it goes by the number of cached tokens, which would stay as it was")
         return output
 
-    def _follows_length(self, step: ForwardPass, inputs: dict[str, Any], output: Any) -> bool:
+    def _follows_length(self, step: PassPlan, inputs: dict[str, Any], output: Any) -> bool:
         """Whether Python makes something of how many tokens are cached, beside masks: the same step with another
         number gives other results.
         """
@@ -251,7 +251,7 @@ class StepGraph:
         # Some sums of experts are not the same bits each time.
         return any(bool((one - two).norm() > ALIKE * one.norm()) for one, two in pairs)
 
-    def _capture(self, step: ForwardPass, inputs: dict[str, Any], pool: Any) -> None:
+    def _capture(self, step: PassPlan, inputs: dict[str, Any], pool: Any) -> None:
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
         # A capture that fails leaves the device's random numbers to itself.
         random_state = generator.clone_state()

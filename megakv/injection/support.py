@@ -20,13 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from megakv.attention.reference import Scoring
+from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import TokenBlock
-from megakv.errors import MegaKVError
-from megakv.injection.interface import Attend, attention_modules
+from megakv.injection.interface import Attend
 from megakv.injection.ownership import attach
 from megakv.injection.policy import policy_for, takes_positions
+from megakv.weights.placement.attention import attention_modules
 from megakv.weights.placement.plan import is_experts
 
 INPUTS = ("input_ids", "attention_mask", "past_key_values")

@@ -18,7 +18,8 @@ from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, 
 from megakv.attention.step import RowTable
 from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
-from megakv.forward_pass import ForwardPass
+from megakv.forward.pass_plan import PassPlan
+from megakv.forward.runtime import Runtime
 from megakv.injection.interface import attend_of, described_mask, scoring_of
 from megakv.injection.layer_kind import (
     FEED_FORWARD,
@@ -30,9 +31,8 @@ from megakv.injection.layer_kind import (
     traits,
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
-from megakv.injection.linears import Products, autocast
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
-from megakv.runtime import Runtime
+from megakv.weights.products import Products, autocast
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 EMBEDDINGS = "position_embeddings"
@@ -103,10 +103,10 @@ class TokenLayer:
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
         step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
-        if args or attention is None or step is None or step.recomputing or not isinstance(embeddings, tuple):
+        if args or attention is None or step is None or step.state.recomputing or not isinstance(embeddings, tuple):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
-        if step.ahead is not None and self.index in step.ahead[1]:
-            assert hidden_states is step.ahead[0], "something came between layers that were computed together"
+        if step.state.ahead is not None and self.index in step.state.ahead[1]:
+            assert hidden_states is step.state.ahead[0], "something came between layers that were computed together"
             return hidden_states
         prompt = step.token_step is None
         # What layers are is looked at before such a pass, and not before shorter ones.
@@ -135,10 +135,10 @@ class TokenLayer:
         middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
         return out if plan.add is None else plan.add(middle, out)
 
-    def _prompt(self, step: ForwardPass, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], window: Any) -> Tensor:
+    def _prompt(self, step: PassPlan, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], window: Any) -> Tensor:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
         attention, (cos, sin) = self._attention, embeddings
-        last = step.last if attention.layer_idx == self._runtime.last_layer else None
+        last = step.last if attention.layer_idx == self._runtime.traits.last_layer else None
         wanted = None if last is None or len(last.rows) == last.length else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
         scoring = scoring_of(attention.scaling, window, None)
@@ -155,7 +155,7 @@ class TokenLayer:
             plan = self._plans[slices] = self._made(self._slices if slices else None)
         return plan
 
-    def _at_once(self, step: ForwardPass, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor | None:
+    def _at_once(self, step: PassPlan, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor | None:
         """The layer in one call, with those that follow; None, with nothing done, where rows lie elsewhere too, or a
         pass comes between.
         """
@@ -177,7 +177,7 @@ class TokenLayer:
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
         with comm.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
             out, moments = call(x, cos, sin, one, tables, window)
-        step.ahead = out, range(self.index + 1, self.index + len(tables))
+        step.state.ahead = out, range(self.index + 1, self.index + len(tables))
         for layer, parts in zip(layers, moments, strict=False):
             self._count(layer, begun, parts)
             self._runtime.stepped(step, layer, window)
@@ -205,7 +205,7 @@ class TokenLayer:
                 ledger.computed_since(first, part, layer, last)
             ledger.enter_dense(last)
 
-    def _fits(self, calls: LayerCalls, x: Tensor, embeddings: tuple[Tensor, ...], step: ForwardPass) -> bool:
+    def _fits(self, calls: LayerCalls, x: Tensor, embeddings: tuple[Tensor, ...], step: PassPlan) -> bool:
         if (
             type(x) is not Tensor
             or x.dtype != calls.dtype

@@ -15,14 +15,15 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import load_layer
-from megakv.forward_pass import ForwardPass, Generation
-from megakv.injection.last_layer import LastLayerRows
+from megakv.forward.last_layer import LastLayerRows
+from megakv.forward.pass_plan import Generation, PassPlan
+from megakv.forward.runtime import Runtime
 from megakv.injection.layer_kind import calls_in_turn, forget_activations, is_known, modules_of
 from megakv.injection.linear_slices import LinearSlices
-from megakv.injection.linears import Products, layers_of
+from megakv.injection.linears import layers_of
 from megakv.injection.prompt_layer import Blocks
 from megakv.injection.token_forward import TokenLayer
-from megakv.runtime import Runtime
+from megakv.weights.products import Products
 
 
 class TokenLayers:
@@ -65,7 +66,7 @@ class TokenLayers:
                 layer.forward, own.index = own, len(self.layers)
                 self.layers.append(own)
 
-    def begin(self, step: ForwardPass) -> None:
+    def begin(self, step: PassPlan) -> None:
         """A pass begins. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
 
         Passes over several caches are calls of their own: there it is done where a prompt begins, where no sequence

@@ -6,8 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakv.injection.linears import PLAIN, FewRowsForward, Products, few_rows, rows_product
+from megakv.injection.linears import FewRowsForward
 from megakv.weights.placement.slices import Ranges
+from megakv.weights.products import PLAIN, Products, few_rows, rows_product
 
 
 def product(

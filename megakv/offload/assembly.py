@@ -9,20 +9,21 @@ from contextlib import ExitStack, suppress
 
 from transformers import PreTrainedModel
 
-from megakv.costmodel.memory import stored_bytes
+from megakv.base.laws import CombinationError
+from megakv.base.units import in_units
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.stored_rows import stored_bytes
 from megakv.distributed.agreement import Agreement
-from megakv.injection.interface import attention_modules
+from megakv.forward.runtime import Runtime
 from megakv.injection.policy import depends_on_length
-from megakv.laws import CombinationError
 from megakv.offload.config import GIB, OffloadConfig
-from megakv.offload.host_memory import available_memory, check_host_budget, in_units
+from megakv.offload.host_memory import available_memory, check_host_budget
 from megakv.offload.methods import AUTO
 from megakv.offload.pages import PagePool
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader
 from megakv.offload.weights import LayerWeights
-from megakv.runtime import Runtime
+from megakv.weights.placement.attention import attention_modules
 from megakv.weights.tensor_parallel import NormOverHeads
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def _say_what_cannot_pay(config: OffloadConfig, model: PreTrainedModel, tp_size:
         # If the model's config tells its sizes.
         shape = ModelShape.from_config(model.config, dtype=model.dtype)
         inputs, row = shape.input_bytes, shape.attention(tp_size=tp_size).kv_row_bytes
-        if not config.keeps_inputs(inputs, stored := stored_bytes(shape, row, config)):
+        if not config.keeps_inputs(inputs, stored := stored_bytes(shape, row, config.sizes)):
             logger.warning(
                 "megakv.offload.method = %r recomputes nothing here: the activations of a token are %d bytes in a "
                 "layer, its keys and values on a rank only %d, so no activations are kept, and keys and values are "

@@ -15,7 +15,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.git_version_info import accelerator_name, installed_ops
 
-from megakv.compat import drop_stale_lock, op_folder
+from megakv.distributed.compat import drop_stale_lock, op_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import Packing, RunTable
+from megakv.base.tensor_files import StreamedTensor
+from megakv.cache.ragged_body import Body, BodyIndex, RaggedBody, streamed
 from megakv.distributed.sharding import IntArray
-from megakv.fairkv.ragged_body import Body, BodyIndex, RaggedBody, streamed
 from megakv.offload.link import OUTGOING, Link, Move, Transfer
 from megakv.offload.paged_rows import PagedRows
 from megakv.offload.pages import PagePool
 from megakv.offload.row_format import GroupQuantiser
-from megakv.tensor_files import StreamedTensor
 
 
 class BodyEngine(Protocol):

@@ -20,11 +20,11 @@ from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import Rotate
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.shares import HeadShares
 from megakv.cache.store import KVStore
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
-from megakv.fairkv.attention import RaggedPart
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.fairkv.shares import HeadShares
 from megakv.offload.bodies import TieredBody
 from megakv.offload.shared_tiers import SharedTiers
 from megakv.offload.store import StoreEngine, Strip, TieredStore

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megakv.costmodel.offload import GroupCosts
+from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split, steady_split
 
 

@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megakv.costmodel.offload import may_pay
+from megakv.base.sections import OneOf, Section
+from megakv.costmodel.stored_rows import OffloadSizes, may_pay
 from megakv.offload.methods import AUTO, METHODS, methods_of
-from megakv.sections import OneOf, Section
 
 GIB = 1 << 30
 MOST = 1e9
@@ -84,6 +84,18 @@ class OffloadConfig(Section):
     def groups(self) -> int:
         """Groups of a batch as they were given; row by row, 1, where they were not."""
         return self.num_gpu_batches or 1
+
+    @property
+    def sizes(self) -> OffloadSizes:
+        """What the cost model needs to count bytes."""
+        return OffloadSizes(
+            page_bytes=self.page_kib << 10,
+            device_bytes=int(self.device_gb * GIB),
+            groups=self.groups,
+            kv_bits=self.kv_bits,
+            kv_group=self.kv_group,
+            recomputes=self.recomputes,
+        )
 
     @property
     def chooses_groups(self) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from megakv.costmodel.hardware import HostProfile
-from megakv.costmodel.offload import (
+from megakv.offload.equations import (
     GroupCosts,
     LayerCosts,
     WeightTimes,
@@ -17,9 +17,9 @@ from megakv.costmodel.offload import (
     shown_parts,
     shown_rates,
 )
-from megakv.costmodel.offload_pipeline import layer_times, step_seconds
 from megakv.offload.host_rank import HostRank
 from megakv.offload.method import Split
+from megakv.offload.pipeline import layer_times, step_seconds
 from megakv.offload.profile import Profiler, recompute_operations
 from megakv.offload.record import StepRecord
 

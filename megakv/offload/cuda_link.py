@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.device import Clock, HostClock, on_device
+from megakv.base.device import on_device
+from megakv.base.units import in_units
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
-from megakv.offload.host_memory import in_units
 from megakv.offload.link import Direction, Link, Move, Traffic, Transfer
 
 logger = logging.getLogger(__name__)
@@ -103,11 +103,6 @@ class CudaStreams:
 
     def seconds(self, first: Any, last: Any) -> float:
         return float(first.elapsed_time(last)) / 1e3
-
-
-def clock_of(device: torch.device) -> Clock:
-    """Moments of what a device computes."""
-    return CudaStreams(device) if device.type == "cuda" else HostClock()
 
 
 class StreamLink(Link):

@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megakv.base.units import in_units
 from megakv.offload.async_io import ALIGNMENT, AsyncReader, find_async_io
-from megakv.offload.host_memory import available_memory, in_units
+from megakv.offload.host_memory import available_memory
 
 logger = logging.getLogger(__name__)
 

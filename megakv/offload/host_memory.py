@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.laws import CombinationError
+from megakv.base.laws import CombinationError
+from megakv.base.units import in_units
 
 logger = logging.getLogger(__name__)
 
@@ -32,14 +33,6 @@ CONTROL_GROUPS = {
 }
 """By controller, as ``/proc/self/cgroup`` names it (none in version 2): where Linux keeps the limits of groups, the
 files with the limit and with what is used, and what of that is free."""
-
-
-def in_units(nbytes: float) -> str:
-    """A size for people, such as ``1.50 GiB``."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def available_memory(system: Path = Path("/")) -> int | None:

@@ -23,9 +23,9 @@ from megakv.attention.merge import merge_
 from megakv.attention.method import AttentionCall, KVPart
 from megakv.attention.partial import PackedAttention, Part, Scoring
 from megakv.attention.visibility import sees_all
-from megakv.device import Clock, HostClock, upload
+from megakv.base.device import Clock, HostClock, upload
+from megakv.base.library import TYPES
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.library import TYPES
 from megakv.offload.paged_rows import Runs
 from megakv.offload.row_format import RowFormat
 

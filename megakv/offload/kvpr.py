@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megakv.costmodel.offload import Counts, GroupCosts
+from megakv.offload.equations import Counts, GroupCosts
 from megakv.offload.method import Split, lowest
 
 

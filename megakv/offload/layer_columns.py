@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.device import upload
-from megakv.forward_pass import ForwardPass, LastRows
+from megakv.base.device import upload
+from megakv.forward.pass_plan import PassPlan, PassState
+from megakv.forward.runtime import Runtime
+from megakv.forward.wanted import LastRows
 from megakv.offload.cache import group_layout
-from megakv.runtime import Runtime
 from megakv.weights.placement.plan import decoder_layers
 
 HIDDEN = "hidden_states"
@@ -36,7 +37,7 @@ class LayerColumns:
 
     def __init__(self, model: PreTrainedModel, runtime: Runtime, groups: Callable[[], Sequence[range]]):
         self._runtime, self._groups = runtime, groups
-        self._whole: ForwardPass | None = None
+        self._whole: PassPlan | None = None
         self._found: list[Any] = []
         self._handles: list[Any] = []
         with suppress(ValueError):
@@ -71,22 +72,27 @@ class LayerColumns:
         self._runtime.current, self._whole = self._whole, None
         return _joined(found)
 
-    def _parts(self, step: ForwardPass) -> list[tuple[slice, ForwardPass]]:
+    def _parts(self, step: PassPlan) -> list[tuple[slice, PassPlan]]:
         """The pass over each group, and its rows; none where layers compute them all at once."""
         groups, tokens = self._groups(), step.tokens
         bounds = [int(tokens.bounds[group.start]) for group in groups] + [len(tokens)]
         # What compression looks at is the whole batch's.
-        whole = step.turn is not None or step.watched or bool(step.evict)
-        if len(groups) == 1 or step.layout.size > 1 or whole or tokens.single or 0 in np.diff(bounds):
+        if (
+            len(groups) == 1
+            or step.layout.size > 1
+            or not step.compression.idle
+            or tokens.single
+            or 0 in np.diff(bounds)
+        ):
             return []
         found = []
         for index, (group, ends) in enumerate(zip(groups, pairwise(bounds), strict=True)):
             rows, layout = slice(*ends), group_layout(step.layout, group)
-            part = replace(step, layout=layout, part=index, more=index + 1 < len(groups), _made={})
-            if step.last is not None:
-                local = step.local[(step.local >= rows.start) & (step.local < rows.stop)] - rows.start
-                wanted = upload(local if len(local) else np.zeros(1, dtype=np.int64), step.last.rows.device)
-                part.last = LastRows(wanted, rows.stop - rows.start, layout.wanted is not None)
+            local = step.local[(step.local >= rows.start) & (step.local < rows.stop)] - rows.start
+            wanted = upload(local if len(local) else np.zeros(1, dtype=np.int64), step.last.rows.device)
+            last = LastRows(wanted, rows.stop - rows.start, layout.wanted is not None)
+            more = index + 1 < len(groups)
+            part = replace(step, layout=layout, last=last, part=index, more=more, state=PassState())
             found.append((rows, part))
         return found
 

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.device import Clock, HostClock
+from megakv.base.device import Clock, HostClock
+from megakv.base.errors import MegaKVError
 from megakv.distributed.sharding import IntArray
-from megakv.errors import MegaKVError
 from megakv.offload.disk import FileRows
 
 Direction = Literal["in", "out"]

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.costmodel.offload import GroupCosts
+from megakv.offload.equations import GroupCosts
 
 EQUAL = 1e-12
 """Times closer than this, relatively, count as equal; then fewer tokens are treated specially."""

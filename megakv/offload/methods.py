@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from megakv.offload.chunked import Chunked
-from megakv.offload.cpu_rank import All, CPURank
-from megakv.offload.kvpr import KVPR
-from megakv.offload.method import OffloadMethod
-from megakv.offload.stream import Stream
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-METHODS: dict[str, OffloadMethod] = {
-    "stream": Stream(),
-    "kvpr": KVPR(),
-    "chunked": Chunked(),
-    "cpu_rank": CPURank(),
-    "all": All(),
-}
+from megakv.base.registry import Registry
+
+if TYPE_CHECKING:
+    from megakv.offload.method import OffloadMethod
+
+METHODS: Registry[OffloadMethod] = Registry(
+    "offload method",
+    {
+        "stream": "megakv.offload.stream:Stream",
+        "kvpr": "megakv.offload.kvpr:KVPR",
+        "chunked": "megakv.offload.chunked:Chunked",
+        "cpu_rank": "megakv.offload.cpu_rank:CPURank",
+        "all": "megakv.offload.cpu_rank:All",
+    },
+    make=lambda kind: kind(),
+)
 AUTO = "auto"
 """The fastest of all of them."""
 
 
-def methods_of(name: str) -> dict[str, OffloadMethod]:
+def methods_of(name: str) -> Mapping[str, OffloadMethod]:
     """Those that ``megakv.offload.method`` asks for."""
     return METHODS if name == AUTO else {name: METHODS[name]}

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.costmodel.stored_rows import page_bytes
 from megakv.offload.disk import FileRows
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Move
-from megakv.offload.pages import Page, PagePool, Tier, page_bytes
+from megakv.offload.pages import Page, PagePool, Tier
 
 Runs = list[tuple[int, Tensor]]
 """Rows where they lie on the host: runs ``[n, W]`` in ascending order, each with the index of its first row."""

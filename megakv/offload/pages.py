@@ -11,9 +11,10 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.base.units import in_units
 from megakv.offload.disk import DiskTier
-from megakv.offload.host_memory import HostTier, in_units
+from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Place
 
 Tier = HostTier | DiskTier
@@ -143,14 +144,3 @@ class PagePool:
                 if page is not None:
                     return page
         return None
-
-
-def page_bytes(count: int, row_bytes: int, size: int) -> int:
-    """Bytes of the pages of a size that so many rows take; a MegaKVError if a row does not fit a page."""
-    if not row_bytes:
-        return 0
-    if row_bytes > size:
-        raise MegaKVError(
-            f"megakv.offload.page_kib = {size >> 10} is too small: a token's row in one layer has {in_units(row_bytes)}"
-        )
-    return size * -(-count // (size // row_bytes))

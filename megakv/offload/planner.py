@@ -6,7 +6,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from megakv.costmodel.offload import (
+from megakv.injection.recomputation import Recomputation
+from megakv.offload.auto import Auto
+from megakv.offload.cache import References
+from megakv.offload.config import OffloadConfig
+from megakv.offload.costs import OffloadCosts
+from megakv.offload.equations import (
     RESIDENT,
     GroupCosts,
     LayerCosts,
@@ -14,11 +19,6 @@ from megakv.costmodel.offload import (
     disk_seconds,
     placed,
 )
-from megakv.injection.recomputation import Recomputation
-from megakv.offload.auto import Auto
-from megakv.offload.cache import References
-from megakv.offload.config import OffloadConfig
-from megakv.offload.costs import OffloadCosts
 from megakv.offload.host_rank import HostRank
 from megakv.offload.method import Plan, Split
 from megakv.offload.methods import AUTO, METHODS, methods_of

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 import torch
 
+from megakv.base.errors import MegaKVError
 from megakv.distributed.sharding import Layout, TokenTable
-from megakv.errors import MegaKVError
 from megakv.offload.bodies import TieredBody
 from megakv.offload.cache import OffloadedCache, groups_of
 from megakv.offload.link import Link, Move

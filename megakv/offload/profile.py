@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megakv.base.laws import CombinationError
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import Fingerprint, HostProfile
-from megakv.costmodel.measure.stopwatch import timed
-from megakv.costmodel.offload import affine
 from megakv.costmodel.records import load_record
+from megakv.costmodel.stopwatch import timed
 from megakv.distributed.sharding import chunk_bounds
-from megakv.laws import CombinationError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier
+from megakv.offload.equations import affine
 from megakv.offload.host_memory import HostTier
 from megakv.offload.host_rank import HostRank
 from megakv.offload.link import Link, Move

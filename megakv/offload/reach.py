@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megakv.costmodel.offload import Placement
 from megakv.distributed.sharding import TokenTable
+from megakv.offload.equations import Placement
 from megakv.offload.store import TieredStore
 
 Windows = list[int | None]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from megakv.device import Clock, HostClock
+from megakv.base.device import Clock, HostClock
 from megakv.distributed.ledger import Ledger
 from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Link, Traffic

@@ -6,7 +6,7 @@ from contextlib import ExitStack
 
 import torch
 
-from megakv.laws import CombinationError
+from megakv.base.laws import CombinationError
 from megakv.offload.config import OffloadConfig
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megakv.cache.shares import HeadShares
 from megakv.cache.window import held_rows
+from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import Layout
-from megakv.fairkv.shares import HeadShares
 from megakv.offload.cache import OffloadedCache
-from megakv.offload.pages import PagePool, page_bytes
+from megakv.offload.pages import PagePool
 from megakv.offload.store import TieredStore
 
 

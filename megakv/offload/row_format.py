@@ -9,7 +9,6 @@ comes back again if it is packed once more, so a token that is written several t
 from __future__ import annotations
 
 from functools import cached_property
-from math import gcd
 from typing import NamedTuple
 
 import torch
@@ -17,18 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from megakv.attention.compiled import Packing
+from megakv.costmodel.stored_rows import group_size, packed_bytes
 from megakv.offload.config import OffloadConfig
-
-
-def group_size(key_dim: int, value_dim: int, asked: int) -> int:
-    """The largest size up to `asked` that cuts keys and values of these dimensions into equal groups."""
-    whole = gcd(key_dim, value_dim)
-    return max(size for size in range(1, min(asked, whole) + 1) if whole % size == 0)
-
-
-def packed_bytes(width: int, group: int, dtype: torch.dtype, bits: int) -> int:
-    """Bytes of a row of so many elements of a type once it is packed, in groups of some size."""
-    return -(-width * bits // 8) + 2 * (width // group) * (2 if dtype == torch.float16 else 4)
 
 
 class GroupQuantiser:

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
+from megakv.cache.ragged_attention import RaggedPart
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
-from megakv.fairkv.attention import RaggedPart
-from megakv.forward_pass import ForwardPass
+from megakv.forward.pass_plan import PassPlan
+from megakv.forward.runtime import Runtime
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
@@ -39,7 +40,6 @@ from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import Strip, TieredStore
 from megakv.offload.weight_stream import WeightStream
 from megakv.offload.weights import LayerWeights
-from megakv.runtime import Runtime
 
 
 class Offloader:
@@ -73,7 +73,7 @@ class Offloader:
         self.weights: WeightStream | None = None
         self.schedule = GroupSchedule(config, model, Agreement(comm), tp_size=comm.mesh.tp_size)
 
-        def current() -> ForwardPass:
+        def current() -> PassPlan:
             assert runtime.current is not None
             return runtime.current
 
@@ -252,7 +252,11 @@ class Offloader:
             windows = [layer.window for layer in shape.layers]
         ranks, compressor, compressed = 1 if self._runtime.planner.gathers else cache.size, None, None
         if current is not None and current.cache is cache and (compressor := self._runtime.compressor) is not None:
-            compressed = None if current.turn is None else CompressedTurn(current.turn.first, compressor.kept)
+            compressed = (
+                None
+                if current.compression.turn is None
+                else CompressedTurn(current.compression.turn.first, compressor.kept)
+            )
         given = {"prompt": prompt, "new_tokens": new_tokens, "ranks": ranks}
         most = None if compressor is None else compressor.most
         check_room(self.pool, cache, layout, store, windows, turn=compressed, most=most, **given)
@@ -312,7 +316,7 @@ class Offloader:
     def _evicts(self) -> bool:
         """Whether the pass under way compresses sequences again."""
         step = self._runtime.current
-        return step is not None and bool(step.evict)
+        return step is not None and bool(step.compression.evict)
 
     def _left(self, store: TieredStore) -> list[RaggedPart]:
         """What compression kept of the group of sequences that is attended to, where it is left to the host."""

@@ -8,21 +8,21 @@ from contextlib import suppress
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
-from megakv.costmodel.fitting import RESERVE
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import (
+    RESERVE,
     STAGED_LAYERS,
     activation_bytes,
     grouped_tokens,
     grown_bytes,
     waiting_bytes,
 )
-from megakv.costmodel.schedule import BatchRate, best_groups, best_rate, group_counts
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout
 from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
+from megakv.offload.groups import BatchRate, best_groups, best_rate, group_counts
 from megakv.offload.profile import read_profile
 
 ROWS = "row by row"

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.shares import HeadShares
 from megakv.cache.store import Pair
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.fairkv.shares import HeadShares
 from megakv.offload.store import StoreEngine, Strip, TieredStore
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from megakv.attention.together import alike, stacked
+from megakv.base.device import upload
+from megakv.cache.ragged_body import Body, RaggedBody
 from megakv.costmodel.memory import grown_bytes
-from megakv.device import upload
 from megakv.distributed.sharding import TokenTable
-from megakv.fairkv.ragged_body import Body, RaggedBody
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.host_memory import host_memory
 from megakv.offload.host_rank import HostPart

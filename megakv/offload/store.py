@@ -13,20 +13,21 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall, PartElsewhere
+from megakv.base.device import upload
+from megakv.base.tensor_files import StreamedTensor
+from megakv.cache.ragged_body import Body, RaggedBody
+from megakv.cache.shares import HeadShares
 from megakv.cache.store import KVStore, Pair
-from megakv.device import upload
+from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
-from megakv.fairkv.ragged_body import Body, RaggedBody
-from megakv.fairkv.shares import HeadShares
 from megakv.offload.config import OffloadConfig
 from megakv.offload.layer_rows import LayerRows
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.paged_rows import Runs
-from megakv.offload.pages import PagePool, page_bytes
+from megakv.offload.pages import PagePool
 from megakv.offload.residents import LayerResidents, ResidentBudget
 from megakv.offload.row_format import RowFormat
 from megakv.offload.staging import StagedLayer
-from megakv.tensor_files import StreamedTensor
 
 
 class StoreEngine(Protocol):

@@ -10,17 +10,17 @@ from torch import Tensor
 
 from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.attention.partial import KVPart, Part
+from megakv.base.tensor_files import StreamedTensor
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore, Rotate
+from megakv.cache.ragged_attention import AttendedBody, RaggedPart
+from megakv.cache.ragged_body import Body, RaggedBody
 from megakv.cache.saved import SavedLayer
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.fairkv.attention import AttendedBody, RaggedPart
-from megakv.fairkv.ragged_body import Body, RaggedBody
 from megakv.offload.bodies import TieredBody
 from megakv.offload.shared_tiers import SharedTiers
 from megakv.offload.store import Strip, TieredStore
-from megakv.tensor_files import StreamedTensor
 
 
 class TurnStore(KVStore):

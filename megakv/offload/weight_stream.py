@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.memory import WEIGHT_BUFFERS
-from megakv.errors import MegaKVError
 from megakv.offload.link import Link, Move, Transfer
 from megakv.offload.weights import ALIGNMENT, LayerPlaces, LayerWeights
 from megakv.weights.placement.plan import decoder_layers

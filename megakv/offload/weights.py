@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.errors import MegaKVError
-from megakv.laws import CombinationError
+from megakv.base.errors import MegaKVError
+from megakv.base.laws import CombinationError
+from megakv.base.units import in_units
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier, FileRows
-from megakv.offload.host_memory import HostTier, in_units
+from megakv.offload.host_memory import HostTier
 from megakv.weights.placement.plan import decoder_layers
 
 ALIGNMENT = 64

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from megakv.laws import CombinationError, repeated
-from megakv.runahead.partition import check_partition
-from megakv.sections import Section
+from megakv.base.laws import CombinationError, repeated
+from megakv.base.partition import check_partition
+from megakv.base.sections import Section
 
 
 class RunaheadConfig(Section):

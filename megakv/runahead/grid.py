@@ -15,7 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.runahead.partition import Partition, from_fractions
+from megakv.base.partition import Partition, from_fractions
 
 Bounds = NDArray[np.int64]
 """``[n, N - 1]`` first tokens of ranks 1 to N - 1, one row per partition."""

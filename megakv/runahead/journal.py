@@ -8,8 +8,8 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from megakv.base.partition import Partition
 from megakv.costmodel.records import Record, load_record
-from megakv.runahead.partition import Partition
 from megakv.runahead.search import Trial
 from megakv.runahead.table import ChainIdentity
 

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megakv.base.partition import Partition
 from megakv.runahead.grid import Bounds, Grid
-from megakv.runahead.partition import Partition
 
 Floats = NDArray[np.floating[Any]]
 

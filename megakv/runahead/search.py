@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from megakv.base.partition import Partition, even
 from megakv.costmodel.curves import Positive
 from megakv.runahead.grid import Bounds, Grid
-from megakv.runahead.partition import Partition, even
 from megakv.runahead.prediction import Prediction
 
 MARGIN, COARSE_MARGIN = 0.1, 0.2

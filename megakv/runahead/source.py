@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
+from megakv.base.laws import CombinationError
+from megakv.base.partition import Partition, check_partition, even, explicit, from_fractions
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
-from megakv.laws import CombinationError
 from megakv.runahead.config import RunaheadConfig
-from megakv.runahead.partition import Partition, check_partition, even, explicit, from_fractions
 from megakv.runahead.table import SETTING, ChainIdentity, LookupTable, load_table
 
 logger = logging.getLogger(__name__)

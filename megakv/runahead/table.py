@@ -10,12 +10,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from megakv.attention.runahead import CHUNK_TOKENS
+from megakv.base.partition import TOLERANCE
 from megakv.costmodel.curves import Positive
 from megakv.costmodel.hardware import Fingerprint, Share, fingerprint
 from megakv.costmodel.records import Record, load_record
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.comm import Communicator
-from megakv.runahead.partition import TOLERANCE
 
 SETTING = "megakv.runahead.table"
 REMEDY = "write a new one with megakv search-partition --table FILE"

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from megakv.base.device import without_autograd
+from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.cache.cache import ShardedCache
-from megakv.device import without_autograd
-from megakv.engine import MegaKVEngine
-from megakv.errors import MegaKVError, PeerLostError
+from megakv.engine.engine import MegaKVEngine
 from megakv.serving.memory import KVMemory, measured_memory
 from megakv.serving.pass_times import FIRST_CHUNK, GROWTH, PassSize, PassTimes
 from megakv.serving.settings import ServingSettings

@@ -7,7 +7,7 @@ import threading
 import time
 from dataclasses import replace
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.serving.request import Event, Finished, Request
 from megakv.serving.stats import State
 

@@ -9,10 +9,11 @@ import time
 from dataclasses import replace
 from functools import partial
 
-from megakv.device import without_autograd
-from megakv.engine import MegaKVEngine
-from megakv.errors import MegaKVError, PeerLostError
-from megakv.forward_pass import Pauses
+from megakv.base.device import without_autograd
+from megakv.base.errors import MegaKVError, PeerLostError
+from megakv.engine.engine import MegaKVEngine
+from megakv.engine.session_files import fingerprint
+from megakv.forward.pauses import Pauses
 from megakv.serving.first_passes import first_passes
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome
@@ -27,7 +28,6 @@ from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts, Document, ServingStats, State
 from megakv.serving.worker import Worker
-from megakv.session_files import fingerprint
 
 __all__ = ["RefusedError", "ServingLoop"]
 

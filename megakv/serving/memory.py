@@ -8,8 +8,8 @@ import psutil
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from megakv.base.errors import MegaKVError
 from megakv.distributed.comm import Communicator
-from megakv.errors import MegaKVError
 from megakv.offload.host_memory import available_memory
 
 SHARE = 0.5

@@ -21,13 +21,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from megakv.base.errors import MegaKVError
+from megakv.base.json_files import read_json
+from megakv.base.tensor_files import sync_folder
 from megakv.cache.span import CacheSpan
 from megakv.distributed.mesh import Mesh
-from megakv.errors import MegaKVError
-from megakv.json_files import read_json
 from megakv.serving.plan import StoredPart
 from megakv.serving.prefix_node import FoundPrefix, Tokens
-from megakv.tensor_files import sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.observation import Turn
-from megakv.forward_pass import Pauses
+from megakv.forward.pauses import Pauses
 from megakv.serving.plan import Attach, Await, Close, Keep, Plan
 from megakv.serving.prefix_store import PrefixStore
 

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
-from megakv.sections import Section
+from megakv.base.sections import Section
 from megakv.tracking.wandb_project import checked_project
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import ConfigDict, Field
 
-from megakv.fairkv.layer import barrier_utilisation, busy_rates
+from megakv.base.loads import barrier_utilisation, busy_rates
 
 PERCENTILES = (50, 90, 99)
 CAPTURED = "cuda_graph"

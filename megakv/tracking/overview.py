@@ -22,6 +22,7 @@ NAMES = {
     "local": "local attention",
     "single": "one rank",
 }
+SECTION = "megakv"
 STAGES = {"prefill": "prefill", "decode": "decoding"}
 
 
@@ -137,7 +138,7 @@ def _cache(report: RunReport) -> str:
     if first is not None:
         bits = first.offload[-1].kv_bits
         lossy = f", in {bits} bits (lossy)" if bits else ""
-        auto = "auto took " * (setting(report, "megakv.offload.method") == "auto")
+        auto = "auto took " * (setting(report, f"{SECTION}.offload.method") == "auto")
         return f"off the accelerator: {auto}{passes_by_plan(first)} passes{lossy}"
     if setting(report, "simulated.method") == "offload":
         return "off the accelerator"

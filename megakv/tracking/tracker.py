@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.base.extras import require_extra
 from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.files import check_outputs, drawn, write_whole
 from megakv.tracking.offload_figure import draw_offload
@@ -99,6 +100,8 @@ class Tracker:
 
 def check_files(config: TrackingConfig) -> None:
     """Refuse now, not after an hour of prefill, what could not be written."""
+    if config.records_events:
+        require_extra("report", "a timeline (megakv.tracking.timeline, or W&B)")
     folder = _csv_folder(config)
     files = {
         # A file as there will be several.

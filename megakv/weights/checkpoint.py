@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.files import StoredTensors
 from megakv.weights.lazy import LazyTensor, from_tensor
 from megakv.weights.placement.slices import SliceSpec

@@ -20,8 +20,8 @@ from typing import Any
 from huggingface_hub.constants import HF_HOME
 from xxhash import xxh3_128
 
+from megakv.base.errors import MegaKVError
 from megakv.distributed.agreement import Agreement
-from megakv.errors import MegaKVError
 
 logger = logging.getLogger(__name__)
 

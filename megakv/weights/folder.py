@@ -9,8 +9,8 @@ from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
 
-from megakv.errors import MegaKVError
-from megakv.json_files import read_json
+from megakv.base.errors import MegaKVError
+from megakv.base.json_files import read_json
 from megakv.weights.files import stored_dtype
 from megakv.weights.gguf import SUFFIX, gguf_directory
 from megakv.weights.model_class import find_class

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.base.extras import require_extra
 from megakv.weights.file_digests import CACHE, KeptDigests
 
 SUFFIX = ".gguf"
@@ -34,6 +35,7 @@ def gguf_directory(source: Path, cache: Path = CACHE) -> Path:
             f"model {source} is part {int(number)} of {int(count)} of a split GGUF file, {first} to {last}: join them "
             f"by llama.cpp's `llama-gguf-split --merge {first} {name}.gguf`, and give {name}.gguf"
         )
+    require_extra("gguf", f"model {source}")
     try:
         (digest,) = KeptDigests(cache).of([source]).values()
         target = cache / f"{source.stem}-{digest[:16]}"

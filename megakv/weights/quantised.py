@@ -87,7 +87,7 @@ def keep_quantised(
     refused = {
         f"tensor_parallel.tp_size = {tp_size}": tp_size > 1,
         "megakv.feed_forward = 'fp8'": fp8,
-        "megakv.offload.weights": offloaded,
+        "megakv.offload.weights = true": offloaded,
         f"dtype = {dtype}": dtype not in (None, model.dtype),
     }
     for setting, given in refused.items():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.placement.slices import WHOLE, SliceSpec
 
 DEFAULT_STD = 0.02

@@ -8,8 +8,8 @@ import sys
 import torch
 from transformers import PreTrainedModel
 
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.presets import hardware
-from megakv.errors import MegaKVError
 from megakv.launcher.commands.dry_run import describe
 from recipes.common.catalogue import find_run, load_recipe, names
 from recipes.common.forecast import dry_run_of

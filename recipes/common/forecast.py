@@ -9,17 +9,17 @@ import torch
 from transformers import PreTrainedModel
 
 from megakv.attention.methods import is_contiguous
-from megakv.config import MegaKVConfig, load_config
+from megakv.base.partition import Partition, even, explicit
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload_time import moved_seconds, offloaded_step
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.dry_run import DryRun, dry_run
+from megakv.engine.config import MegaKVConfig, load_config
 from megakv.fairkv.budgets import tokens_per_head
-from megakv.runahead.partition import Partition, even, explicit
+from megakv.offload.times import moved_seconds, offloaded_step
+from megakv.planner.dry_run import DryRun, dry_run
 from recipes.common.catalogue import RECIPES, Run
 
 PREFILLS = ("pass_kv", "pass_q")

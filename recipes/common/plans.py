@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megakv.costmodel.choices import Demand, choice_config
-from megakv.costmodel.cluster import ClusterPlanner
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import ModelShape
+from megakv.planner.choices import Demand, choice_config
+from megakv.planner.cluster import ClusterPlanner
 from megakv.tracking.files import write_whole
 from recipes.common.catalogue import RECIPES, Run, load_recipe, names
 

@@ -8,10 +8,10 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from megakv.config import MegaKVConfig
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.shape import ModelShape
-from megakv.dry_run import DryRun
-from megakv.errors import MegaKVError
+from megakv.engine.config import MegaKVConfig
+from megakv.planner.dry_run import DryRun
 from megakv.tracking.files import write_whole
 from recipes.common.catalogue import RECIPES, Recipe, Run, load_recipe, names
 from recipes.common.forecast import Forecast, dry_run_of, forecast, load_run

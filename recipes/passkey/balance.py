@@ -17,10 +17,10 @@ from compression import PEAK, RESULTS_DIR, make_documents
 from task import MODEL_DIR
 
 import megakv
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
+from megakv.cache.layer import LayerMapping, contiguous_layer
+from megakv.cache.splitting import slowest_loads
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, make_profile
-from megakv.fairkv.splitting import slowest_loads
 from megakv.launcher.budget_ranks import measure
 from megakv.launcher.process import quiet_libraries
 from megakv.launcher.prompts import Prompt

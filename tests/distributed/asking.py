@@ -20,8 +20,8 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 import megakv
-from megakv.errors import MegaKVError
-from megakv.session import Session
+from megakv.base.errors import MegaKVError
+from megakv.engine.session import Session
 from tests.distributed.random_cases import Action, Case
 
 TOLERANCE = 1e-4

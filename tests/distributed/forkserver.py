@@ -29,10 +29,10 @@ import torch.utils.cpp_extension  # noqa: F401
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 # What most scripts need: every rank would import it anew, also what megakv imports at first use alone.
-import megakv.build  # noqa: F401
+import megakv.engine.build  # noqa: F401
+import megakv.engine.session_files  # noqa: F401
 import megakv.injection.families  # noqa: F401
 import megakv.launcher.run  # noqa: F401
-import megakv.session_files  # noqa: F401
 import tests.families  # noqa: F401
 from tests.patience import Patience, holds_within
 from tests.stacks import write_stacks

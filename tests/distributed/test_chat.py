@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from megakv.session_files import read_meta, read_tokens
+from megakv.engine.session_files import read_meta, read_tokens
 from tests.distributed.launch import GRACE_S, ROOT, run_ranks
 from tests.distributed.models import prose, save_model, word_tokenizer
 from tests.patience import Patience, alive_after, status_within

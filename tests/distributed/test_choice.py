@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megakv.costmodel.hardware import load_profile
-from megakv.costmodel.measure.stopwatch import LEAST_ROUNDS, ROUNDS
-from megakv.costmodel.policy_fit import load_fit
+from megakv.costmodel.stopwatch import LEAST_ROUNDS, ROUNDS
+from megakv.forward.policy_fit import load_fit
 from tests.distributed.launch import run_ranks
 from tests.families import llama
 

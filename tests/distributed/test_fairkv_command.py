@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megakv.config import load_config
+from megakv.engine.config import load_config
 from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.profile import load_budgets
 from megakv.tracking.report import load_report

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megakv.runahead.partition import even, from_fractions
+from megakv.base.partition import even, from_fractions
 from megakv.runahead.table import load_table
 from tests.distributed.launch import GRACE_S, ROOT, run_ranks
 from tests.distributed.models import prose, save_model

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from megakv.cache.layer import contiguous_layer
 from megakv.costmodel.presets import hardware
-from megakv.fairkv.layer import contiguous_layer
 from megakv.fairkv.mapping import load_mapping
 from megakv.launcher.command import main
 from megakv.tracking.report import RunReport, load_report

@@ -1,41 +1,56 @@
-"""A ring method is one file and one line: the JSON takes its name, `megakv check` lists it, its tokens are exact."""
+"""Methods of a file outside of the package: the JSON names it and them, on whatever launcher."""
 
 import json
-import re
-from argparse import Namespace
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megakv.attention.methods import METHODS, MethodEntry
-from megakv.config import load_config
-from megakv.launcher.commands import check
-from tests.distributed.launch import run_ranks
-from tests.distributed.toy_ring import ToyRing
+from megakv.engine.config import load_config
+from tests.distributed.launch import ROOT, run_command
+from tests.distributed.models import prose, save_model
 
-SCRIPT = Path(__file__).parent / "ranks" / "toy_ring.py"
-KEY = "megakv.context_parallel.prefill"
+EXAMPLES = ROOT / "docs" / "examples"
+PLUGINS = {"plugins": ["my_methods"]}
+PATH = {"PYTHONPATH": str(EXAMPLES)}
+REGISTERED = {"context_parallel.prefill": "own_last", "offload.method": "half", "fairkv.method": "every_nth"}
 
 
-@pytest.fixture
-def config(tmp_path: Path) -> Path:
+def written(tmp_path: Path, **section: Any) -> Path:
     file = tmp_path / "config.json"
-    parallel = {"size": 2, "prefill": "toy_ring", "decode": "toy_ring"}
-    file.write_text(json.dumps({"dtype": "fp32", "megakv": {"context_parallel": parallel}}))
+    file.write_text(json.dumps({"dtype": "fp32", "megakv": section}))
     return file
 
 
-def test_a_line_is_all_that_the_json_needs(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{KEY} = 'toy_ring': allowed: 'auto', 'pass_kv', ")):
+def test_without_its_plugin_a_method_is_unknown(tmp_path: Path) -> None:
+    config = written(tmp_path, context_parallel={"prefill": "own_last"})
+    with pytest.raises(ValueError, match="prefill = 'own_last': allowed: 'auto', 'pass_kv', "):
         load_config(config)
-    monkeypatch.setitem(METHODS, "toy_ring", MethodEntry(ToyRing, prefill=True, decode=True))
-    listed = check.run(Namespace(config=config))["methods"]
-    assert listed[KEY] == ["auto", *(name for name, entry in METHODS.items() if entry.prefill)]
-    assert listed[KEY][-1] == listed["megakv.context_parallel.decode"][-1] == "toy_ring"
+    with pytest.raises(ValueError, match="megakv.plugins names 'no_such_methods', which cannot be imported"):
+        load_config(written(tmp_path, plugins=["no_such_methods"]))
+    with pytest.raises(ValueError, match="megakv.plugins = 'my_methods': allowed: a list of modules"):
+        load_config(written(tmp_path, plugins="my_methods"))
 
 
-def test_its_tokens_are_the_plain_models(config: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    run_ranks(SCRIPT, config, out, ranks=2, timeout=200).check()
+def test_the_launcher_imports_plugins(tmp_path: Path) -> None:
+    """One of each kind: `check` lists them, and a run of two ranks is exact with a ring and an offload method."""
+    sections = {
+        "context_parallel": {"size": 2, "prefill": "own_last"},
+        "offload": {"enabled": True, "method": "half", "host_gb": 0.05},
+    }
+    config, out = written(tmp_path, **sections, **PLUGINS), tmp_path / "out.json"
+    words = [sys.executable, "-m", "megakv", "check", str(config), "--json", str(out)]
+    run_command(words, timeout=120, env=PATH).check()
+    listed = json.loads(out.read_text())["methods"]
+    assert {key: listed[f"megakv.{key}"][-1] for key in REGISTERED} == REGISTERED
+    document = tmp_path / "document.txt"
+    document.write_text(prose(90))
+    # Activations are fewer bytes than keys and values: recomputing may pay.
+    model = save_model(tmp_path / "model", num_key_value_heads=8)
+    words = [sys.executable, "-m", "megakv", "run", str(model), "--config", str(config), "--prompt-file", str(document)]
+    words += ["--max-new-tokens", "4", "--compare", "--json", str(out)]
+    run_command(words, timeout=240, env=PATH).check()
     found = json.loads(out.read_text())
-    assert found["same"] and "toy_ring" in found["traffic"]
+    assert found["tokens_equal"] is True and set(found["methods"]["prefill"]) == {"own_last"}
+    assert {step["plan"] for rank in found["ranks"] for step in rank["offload"]} == {"half"}

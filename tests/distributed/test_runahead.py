@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megakv.base.partition import even
 from megakv.costmodel.context_parallel import chain_tokens, tsp_tokens
-from megakv.runahead.partition import even
 from tests.distributed.launch import run_ranks
 from tests.families import FAMILIES, llama
 

@@ -174,7 +174,7 @@ def test_what_was_read_is_there_after_a_kill_on_another_mesh(model: Path, tmp_pa
         assert server.end(signum=signal.SIGINT) == 0
 
 
-@pytest.mark.parametrize("signum", [pytest.param(each, marks=pytest.mark.drawn(1)) for each in LOSSES])
+@pytest.mark.parametrize("signum", [pytest.param(each, marks=pytest.mark.drawn("losses")) for each in LOSSES])
 def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_path: Path, signum: int) -> None:
     with Server(tmp_path / "server", model, "--cp", 2) as server:
         parts: list[Any] = []
@@ -191,7 +191,7 @@ def test_a_lost_rank_is_told_to_clients_and_ends_the_server(model: Path, tmp_pat
         assert "Traceback" not in server.stderr, server.stderr
 
 
-@pytest.mark.parametrize("signum", [pytest.param(each, marks=pytest.mark.drawn(1)) for each in LOSSES])
+@pytest.mark.parametrize("signum", [pytest.param(each, marks=pytest.mark.drawn("losses")) for each in LOSSES])
 def test_a_rank_that_is_lost_while_nobody_asks_ends_the_server(model: Path, tmp_path: Path, signum: int) -> None:
     """Without a request that would find it out."""
     with Server(tmp_path / "server", model, "--cp", 2) as server:

@@ -6,8 +6,8 @@ import torch
 
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import RaggedBody
 from megakv.fairkv.selection import thresholds
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

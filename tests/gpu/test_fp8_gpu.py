@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from megakv.engine.loading import build_model
 from megakv.weights.fp8 import Fp8Linear, check_device, quantise, quantise_rows
-from megakv.weights.loading import build_model
 from tests.families import VOCAB, llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")

@@ -16,7 +16,7 @@ import megakv
 from megakv.attention.compiled import Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import dense_attention
-from megakv.config import load_config
+from megakv.engine.config import load_config
 from megakv.injection.step_graphs import padded
 from tests.unit.injection import stepped
 

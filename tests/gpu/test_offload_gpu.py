@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 import megakv
-from megakv.costmodel.offload import LayerCosts
 from megakv.offload import host_memory
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
+from megakv.offload.equations import LayerCosts
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Move, Place
 from megakv.offload.methods import AUTO, METHODS

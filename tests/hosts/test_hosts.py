@@ -122,6 +122,7 @@ def test_ranks_can_change_the_limits(two: Hosts) -> None:
         ask_rate("1gbit")
 
 
+@pytest.mark.drawn("hosts")
 def test_environment_and_arguments_reach_ranks_unchanged(tmp_path: Path) -> None:
     script = tmp_path / "say.py"
     script.write_text(
@@ -142,6 +143,7 @@ def test_environment_and_arguments_reach_ranks_unchanged(tmp_path: Path) -> None
             hosts.start_deepspeed(script, env={"GREETING": "$HOME"})
 
 
+@pytest.mark.drawn("hosts")
 def test_failure_time_out_and_leftovers(two: Hosts) -> None:
     result = two.run(["bash", "-c", "echo out; echo err >&2; ssh host2 exit 7"], timeout=30)
     assert (result.returncode, result.stdout, result.stderr, result.leftovers) == (7, "out\n", "err\n", [])

@@ -22,7 +22,7 @@ def config(slots: int) -> Path:
     return ASK.parent / f"cp2_tp{slots}.json"
 
 
-@pytest.mark.drawn(1)
+@pytest.mark.drawn("hosts")
 @pytest.mark.parametrize("parallelism", ["context", "tensor"])
 def test_main_job_across_two_hosts(
     parallelism: str, slots: int, tmp_path: Path, write_json: Callable[[str, Any], Path]
@@ -45,6 +45,7 @@ def test_main_job_across_two_hosts(
         assert outcome["answers"][0]["correct"] is True and outcome["mesh"] == {"cp": 2, "tp": slots}, outcome
 
 
+@pytest.mark.drawn("hosts")
 def test_a_rank_killed_on_the_other_host_ends_the_job_and_is_named(slots: int) -> None:
     with Hosts(count=2, slots=slots, rate="1gbit") as hosts:
         running = hosts.start_deepspeed(ASK, "--config", config(slots), "--tokens", "12000")

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import megakv
-from megakv.candidates import TRUSTED, Lookup
-from megakv.laws import CombinationError
+from megakv.base.laws import CombinationError
+from megakv.engine.candidates import TRUSTED, Lookup
 from tests.families import FAMILIES
 
 LENGTH = 60

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-import megakv.compat
-from megakv.errors import MegaKVError
+import megakv.distributed.compat
+from megakv.base.errors import MegaKVError
 
 
 class Accelerator:
@@ -31,7 +31,7 @@ class Accelerator:
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The accelerator of four devices, found by the library."""
     found = Accelerator()
-    monkeypatch.setattr(megakv.compat, "get_accelerator", lambda: found)
+    monkeypatch.setattr(megakv.distributed.compat, "get_accelerator", lambda: found)
     return found
 
 
@@ -39,7 +39,7 @@ def test_the_device_is_that_of_the_local_rank(accelerator: Accelerator, monkeypa
     """Two ranks on each host of four devices: rank 3 of the world is the second one of its host."""
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    megakv.compat.take_device()
+    megakv.distributed.compat.take_device()
     assert accelerator.taken == [1]
 
 
@@ -47,5 +47,5 @@ def test_a_rank_without_a_device_is_refused(accelerator: Accelerator, monkeypatc
     monkeypatch.setenv("RANK", "4")
     monkeypatch.setenv("LOCAL_RANK", "4")
     with pytest.raises(MegaKVError, match=r"LOCAL_RANK = 4, but this process sees 4 devices \(CUDA_VISIBLE_DEVICES\)"):
-        megakv.compat.take_device()
+        megakv.distributed.compat.take_device()
     assert accelerator.taken == []

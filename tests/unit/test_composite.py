@@ -17,7 +17,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
 import megakv
 from megakv.costmodel.shape import ModelShape
-from megakv.dry_run import dry_run
+from megakv.planner.dry_run import dry_run
 from tests.tiny_configs import VOCAB, tiny_config
 
 IMAGE = VOCAB - 1

@@ -10,8 +10,8 @@ import torch
 
 import megakv
 from docs.reference import combination_errors
-from megakv.config import load_config
-from megakv.laws import LAWS, CombinationError
+from megakv.base.laws import LAWS, CombinationError
+from megakv.engine.config import load_config
 
 
 def test_defaults() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import resource, torch
-from megakv.device import settle_allocator
+from megakv.base.device import settle_allocator
 
 settle_allocator()
 for repeat in range(8):

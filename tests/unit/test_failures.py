@@ -4,8 +4,8 @@ import itertools
 import threading
 from typing import Any
 
+from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.distributed.failures import Failures
-from megakv.errors import MegaKVError, PeerLostError
 
 
 def world(size: int) -> list[Failures]:

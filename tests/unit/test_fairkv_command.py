@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakv.fairkv.layer import contiguous_layer
+from megakv.cache.layer import contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.profile import BudgetProfile, ModelIdentity
 from megakv.launcher.command import main

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights import file_digests
 from megakv.weights.file_digests import KEPT, WINDOW, FileDigests, KeptDigests, _check, file_digest, state_of
 

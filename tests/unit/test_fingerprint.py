@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.fingerprint import _digest, module_digests
 from tests.families import llama
 from tests.quantised_modules import Scaled, rounded

@@ -10,11 +10,11 @@ import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM
 
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.shape import ModelShape
-from megakv.dry_run import dry_run
-from megakv.errors import MegaKVError
+from megakv.engine.loading import build_model
+from megakv.planner.dry_run import dry_run
 from megakv.weights.folder import local_directory, read_config, read_generation_config
-from megakv.weights.loading import build_model
 from tests.families import llama
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megakv.config import load_config
+from megakv.engine.config import load_config
+from megakv.engine.loading import build_model
 from megakv.weights import fp8
 from megakv.weights.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise, quantise_rows, scaled_product
-from megakv.weights.loading import build_model
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 # A float8_e4m3fn is off by 2.6% of itself (root mean square), a product of two by 3.7%.

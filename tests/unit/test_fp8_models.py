@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv.weights import loading
+from megakv.engine import loading
+from megakv.engine.loading import build_model
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears, quantise_rows
-from megakv.weights.loading import build_model
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.placement.slices import SliceSpec, split_width
 from megakv.weights.sources import ModuleWeights, WeightSource

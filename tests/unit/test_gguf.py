@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, TokenType
 from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.file_digests import KEPT
 from megakv.weights.folder import local_directory
 from megakv.weights.gguf import gguf_directory

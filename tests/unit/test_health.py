@@ -159,7 +159,7 @@ print(ended.wait(60))
 watch.leave_wait(before)
 try:
     watch.check("the next step")
-except megakv.errors.PeerLostError as error:
+except megakv.base.errors.PeerLostError as error:
     print(error, flush=True)
 watch.enter_wait("what is deaf")
 time.sleep(1000)

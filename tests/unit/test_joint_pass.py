@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.fairkv.observation import Turn
-from megakv.forward_pass import Pauses
+from megakv.forward.pauses import Pauses
 from megakv.injection.token_layers import TokenLayers
 from tests.families import CONFIGS, VOCAB, llama, llama_dynamic_rope
 from tests.joint_passes import Interleaving

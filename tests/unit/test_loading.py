@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from megakv.build import _may_split
-from megakv.config import load_config
-from megakv.errors import MegaKVError
-from megakv.weights.loading import build_model
+from megakv.base.errors import MegaKVError
+from megakv.engine.build import _may_split
+from megakv.engine.config import load_config
+from megakv.engine.loading import build_model
 from tests.families import FAMILIES, llama
 from tests.shards import ThreadRanks
 

@@ -44,6 +44,6 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_engines_and_commands_do_without_a_server() -> None:
-    script = "import megakv.build, megakv.serving.loop, megakv.launcher.run, megakv.launcher.chat, sys\n"
+    script = "import megakv.engine.build, megakv.serving.loop, megakv.launcher.run, megakv.launcher.chat, sys\n"
     script += "print({'fastapi', 'uvicorn', 'openai', 'prometheus_client'} & set(sys.modules))"
     assert said("-c", script).splitlines()[-1] == "set()"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megakv.weights.loading import empty_model
+from megakv.engine.loading import empty_model
 from megakv.weights.placement import (
     HeadGroup,
     HeadMap,

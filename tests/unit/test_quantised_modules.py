@@ -8,9 +8,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import megakv
+from megakv.engine.loading import build_model
 from megakv.offload.config import OffloadConfig
 from megakv.weights.fingerprint import module_digests, plain_parts
-from megakv.weights.loading import build_model
 from megakv.weights.quantised import is_plain_linear, quantised_by
 from tests.families import FAMILIES, llama
 from tests.quantised_modules import WAYS, quantised
@@ -75,7 +75,7 @@ def test_what_would_cut_them_is_refused_by_name(way: str) -> None:
     settings: dict[str, dict[str, Any]] = {
         "tensor_parallel.tp_size = 2": {"tp_size": 2, "tp_rank": 1},
         "megakv.feed_forward = 'fp8'": {"feed_forward": "fp8"},
-        "megakv.offload.weights": {"offload": OffloadConfig(enabled=True, host_gb=1, weights=True)},
+        "megakv.offload.weights = true": {"offload": OffloadConfig(enabled=True, host_gb=1, weights=True)},
         "dtype = torch.bfloat16": {"dtype": torch.bfloat16},
     }
     model = make(way)

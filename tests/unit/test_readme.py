@@ -16,10 +16,10 @@ from docs.figures import DRAWINGS
 from docs.generated import FIGURE, ROOT, TABLES, documents, figure, refresh
 from docs.reference import JSON_TYPES, keys_of, options
 from megakv.attention.methods import decode_methods, prefill_methods
-from megakv.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
+from megakv.base.sections import OneOf
+from megakv.engine.config import REFUSED_KEYS, MegaKVConfig, MegaKVSection, load_config
 from megakv.launcher import run
 from megakv.launcher.command import _parser
-from megakv.sections import OneOf
 
 README = (ROOT / "README.md").read_text()
 CONFIG = (ROOT / "docs" / "config.md").read_text()
@@ -61,7 +61,7 @@ def test_reference_gives_type_default_and_values(key: str) -> None:
 def test_keys_of_deepspeed_are_known() -> None:
     taken, _, refused = CONFIG.partition("## Keys of DeepSpeed")[2].partition("<!-- generated: refused -->")
     named = {key.split(".")[0] for key in re.findall(r"^\| `([a-z_.]+)`", taken, re.MULTILINE)}
-    assert named == {"dtype", "tensor_parallel", "max_out_tokens", "enable_cuda_graph"}
+    assert named == {"dtype", "tensor_parallel", "max_out_tokens", "enable_cuda_graph", "injection_policy"}
     keys = set(re.findall(r"`(\w+)`", re.sub(r"\| [^|`]*`tp_size` \|", "", refused)))
     assert keys == REFUSED_KEYS.keys() & MegaKVConfig.model_fields.keys()
 

@@ -6,6 +6,8 @@ import re
 import sys
 from pathlib import Path
 
+from megakv.base.extras import EXTRAS
+
 ROOT = Path(__file__).resolve().parents[2]
 PART_OF = {"pydantic_core": "pydantic", "PIL": "matplotlib", "triton": "torch"}
 """Packages that others bring along as a part of themselves."""
@@ -24,10 +26,12 @@ def imported() -> set[str]:
 
 
 def required() -> set[str]:
-    """Names of what an installation brings, as they are imported."""
+    """Names of what an installation with all extras brings, as they are imported."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    entries = config["options"]["install_requires"].split()
+    extras = config["options.extras_require"]
+    groups = [config["options"]["install_requires"], *(extras[name] for name in EXTRAS)]
+    entries = [entry for group in groups for entry in group.split()]
     return {re.split(r"[<>=!~\[;]", entry)[0].lower().replace("-", "_") for entry in entries}
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from megakv.config import load_config
-from megakv.generation import LengthLimits
+from megakv.engine.config import load_config
+from megakv.engine.generation import LengthLimits
 from megakv.launcher.command import main
 from megakv.launcher.conversation import Turns
 from megakv.launcher.job import check_conversation

@@ -16,16 +16,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.base.errors import MegaKVError
+from megakv.base.tensor_files import StreamedTensor, write_tensors
 from megakv.cache.cache import ShardedCache
 from megakv.cache.saved import SavedLayer, SavedTokens
 from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.shares import PERIOD, HeadShares, TokenShares
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import TokenBlock
-from megakv.errors import MegaKVError
-from megakv.fairkv.shares import PERIOD, HeadShares, TokenShares
-from megakv.session_files import FORMAT, HeadsHere, SessionMeta, read_cache, write_shard
-from megakv.session_folder import PendingSave, shard_file
-from megakv.tensor_files import StreamedTensor, write_tensors
+from megakv.engine.session_files import FORMAT, HeadsHere, SessionMeta, read_cache, write_shard
+from megakv.engine.session_folder import PendingSave, shard_file
 from tests.families import llama
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
 from megakv.distributed.layouts import balanced, round_robin
 from megakv.distributed.sharding import new_tokens
-from megakv.errors import MegaKVError
 
 LAYERS, HEADS, DIM, VALUES = 3, 2, 4, 3
 CPU = torch.device("cpu")

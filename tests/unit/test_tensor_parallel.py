@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
+from megakv.engine.loading import build_model
 from megakv.offload.assembly import _recomputes
 from megakv.offload.config import OffloadConfig
-from megakv.weights.loading import build_model
 from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 from megakv.weights.tensor_parallel import RowParallelLinear
 from tests.families import FAMILIES, NEEDS_SUBSTITUTE, VOCAB, falcon, gpt_neox, llama

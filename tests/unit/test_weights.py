@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.engine.loading import build_model, empty_model
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.files import StoredTensors
 from megakv.weights.lazy import LazyTensor, from_tensor
-from megakv.weights.loading import build_model, empty_model
 from megakv.weights.placement import SliceSpec, contiguous_head_map, plan_placement
 from megakv.weights.sources import ModuleWeights, RandomWeights
 from tests.families import FAMILIES, llama, llama_tied, mixtral

@@ -9,7 +9,7 @@ from contextlib import suppress
 
 import uvicorn
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.serving.http.app import Service
 from megakv.serving.http.guard import Guard
 from megakv.serving.http.metrics import Metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from megakv.weights.placement.heads import HeadMap, HeadShard
@@ -143,3 +145,12 @@ def _extra(
             return SliceSpec(0, blocks(kept, 1))
         return SliceSpec(0, blocks(kept, head_dim)) if over_heads and shape == (count * head_dim,) else None
     return SliceSpec(0, blocks(shard.query_heads, 1)) if name == "sinks" and shape == (heads.n_heads,) else None
+
+
+def attention_modules(model: nn.Module) -> list[Any]:
+    """The modules that have an index in the cache."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(getattr(module, "layer_idx", None), int) and "Attention" in type(module).__name__
+    ]

@@ -7,7 +7,7 @@ from itertools import groupby
 
 from transformers import PreTrainedConfig
 
-from megakv.laws import CombinationError
+from megakv.base.laws import CombinationError
 
 
 @dataclass(frozen=True)

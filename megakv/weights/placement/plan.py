@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from deepspeed.module_inject.auto_tp import AutoTP
 from torch import nn
@@ -14,6 +14,8 @@ from megakv.weights.placement.slices import WHOLE, SliceSpec, joined, split_widt
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+InjectionPolicy = Mapping[type[nn.Module] | str, str | Sequence[str]]
+"""Names of row-parallel linears by the class of decoder layers, or its name, as `deepspeed.init_inference` takes it."""
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
@@ -26,12 +28,33 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     raise refusal(model, model.config.model_type, f"has no list of {count} decoder layers")
 
 
-def row_parallel_names(model: PreTrainedModel) -> frozenset[str]:
-    """Last names of the linears whose outputs must be summed over ranks, as DeepSpeed's AutoTP finds them."""
+def row_parallel_names(model: PreTrainedModel, policy: InjectionPolicy | None = None) -> frozenset[str]:
+    """Last names of the linears whose outputs must be summed over ranks: those that a policy names for the model's
+    decoder layers, else as DeepSpeed's AutoTP finds them.
+
+    Raises
+    ------
+    ValueError
+        If no class of the policy is one of a decoder layer, or AutoTP does not know the model.
+    """
+    if policy:
+        kinds = {type(layer) for layer in decoder_layers(model)[1]}
+        given = [names for kind, names in policy.items() if any(kind in (own, own.__name__) for own in kinds)]
+        if not given:
+            named = ", ".join(getattr(kind, "__name__", str(kind)) for kind in policy)
+            allowed = " or ".join(sorted(kind.__name__ for kind in kinds))
+            raise ValueError(f"injection_policy is for {named}, but the model's decoder layers are {allowed}")
+        names = [name for each in given for name in ((each,) if isinstance(each, str) else each)]
+        return frozenset(name.rpartition(".")[2] for name in names)
     try:
         found = AutoTP.tp_parser(model)
     except AssertionError as error:
-        raise refusal(model, model.config.model_type, f"is unknown to DeepSpeed's AutoTP ({error})") from error
+        raise refusal(
+            model,
+            model.config.model_type,
+            f"is unknown to DeepSpeed's AutoTP ({error}): name its "
+            "row-parallel linears, as in injection_policy={DecoderLayer: ('o_proj', 'down_proj')}",
+        ) from error
     return frozenset(entry.rpartition(".")[2] for _, entries in found for entry in entries) | {"down_proj"}
 
 
@@ -119,12 +142,15 @@ def feed_forward_specs(
     return _mlp(module, model_type, rows, rank, size, holds_attention=holds_attention)
 
 
-def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> dict[str, SliceSpec]:
+def plan_placement(
+    model: PreTrainedModel, head_map: HeadMap, tp_rank: int, policy: InjectionPolicy | None = None
+) -> dict[str, SliceSpec]:
     """The part of every parameter, by its name (tied ones included), that `tp_rank` keeps.
 
     Attention is cut by `head_map`, MLPs and every expert along their width; embeddings, norms, routers and the output
-    head are kept whole. Of the whole model only names and shapes are looked at, so it may be on the meta device. An
-    architecture with something that would be wrong when cut is a `ValueError`.
+    head are kept whole. Of the whole model only names and shapes are looked at, so it may be on the meta device.
+    `policy` names the linears that are cut along their inputs, where AutoTP does not find them. An architecture with
+    something that would be wrong when cut is a `ValueError`.
     """
     placement = {name: WHOLE for name, _ in model.named_parameters(remove_duplicate=False)}
     size = head_map.tp_size
@@ -132,7 +158,7 @@ def plan_placement(model: PreTrainedModel, head_map: HeadMap, tp_rank: int) -> d
         return placement
     model_type = model.config.get_text_config().model_type
     prefix, layers = decoder_layers(model)
-    rows = row_parallel_names(model)
+    rows = row_parallel_names(model, policy)
     for index, layer in enumerate(layers):
         here = f"{prefix}.{index}."
         attention_name, attention = find_attention(layer, model_type)

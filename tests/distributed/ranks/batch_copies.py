@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
+from megakv.cache.shares import owners
 from megakv.distributed.mesh import start_distributed
+from megakv.engine.session import Session
 from megakv.fairkv.mapping import HeadMapping, by_rank
-from megakv.fairkv.shares import owners
 from megakv.launcher.process import orderly_end, quiet_libraries
-from megakv.session import Session
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 7}
 LENGTHS = (70, 3, 41, 1, 66)

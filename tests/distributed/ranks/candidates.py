@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LogitsProcessor
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 
 NEW = 20
 LOOKUP = {"prompt_lookup_num_tokens": 6}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,21 @@ from families import llama
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.choice import load_evidence
-from megakv.config import ContextParallelConfig
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.measure.policy_points import fit_policy
-from megakv.costmodel.measure.profile import measure_profile
-from megakv.costmodel.measure.stopwatch import Pool
-from megakv.costmodel.measure.trial import TrialLayer
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.costmodel.stopwatch import Pool
 from megakv.distributed.comm import Communicator
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import make_mesh, start_distributed
+from megakv.forward.choice import load_evidence
+from megakv.forward.config import ContextParallelConfig
+from megakv.forward.planning import PassPlanner
 from megakv.launcher.process import orderly_end, quiet_libraries
-from megakv.planning import PassPlanner
+from megakv.planner.measure.policy_points import fit_policy
+from megakv.planner.measure.profile import measure_profile
+from megakv.planner.measure.trial import TrialLayer
 
 METHODS = ("pass_kv", "pass_q", "all_gather", "replicated")
 TURNS = ((203, 3), (5, 2), (50, 3))
@@ -89,7 +89,7 @@ def engines(work: Path, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             model, {"dtype": "fp32", "megakv": {"context_parallel": {"size": size, **section}}}
         )
         # However fast this machine would compute prompts as steps of decoding, how they are spread is chosen.
-        engine._runtime.planner.sliced_rows = 0
+        engine._runtime.planner.traits = replace(engine._runtime.planner.traits, sliced_rows=0)
         session = engine.session()
         tokens, plans[name] = [], []
         for turn, (length, new) in enumerate(TURNS):
@@ -115,7 +115,7 @@ def refusals(comm: Communicator, work: Path) -> dict[str, str]:
         section = ContextParallelConfig(size=comm.mesh.cp_size, profile=str(work / f"{name}{rank}.json"))
         try:
             load_evidence(section, comm, heads=8, kv_heads=4, dtype=torch.float32)
-        except (ValueError, megakv.errors.MegaKVError) as error:
+        except (ValueError, megakv.base.errors.MegaKVError) as error:
             found[name] = str(error)
     return found
 

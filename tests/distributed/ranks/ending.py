@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 import megakv
+from megakv.base.errors import MegaKVError
 from megakv.distributed.mesh import start_distributed
-from megakv.errors import MegaKVError
 from megakv.launcher.process import orderly_end, quiet_libraries
 
 

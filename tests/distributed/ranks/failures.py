@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from transformers import GenerationConfig
 
 import megakv
 import megakv.distributed.peers
-import megakv.planning
-from megakv.choice import PrefillChoice
+import megakv.forward.planning
+from megakv.forward.choice import PrefillChoice
 from megakv.launcher.process import orderly_end, quiet_libraries
 
 PATIENCE_S = 0.5
@@ -83,7 +84,7 @@ class Rank:
     def __init__(self, engine: Any):
         self.engine, self.rank, self.size = engine, engine.mesh.rank, engine.mesh.world_size
         # Prompts are no steps of decoding, however fast they would be as such: ranks ask for a choice behind them.
-        engine._runtime.planner.sliced_rows = 0
+        engine._runtime.planner.traits = replace(engine._runtime.planner.traits, sliced_rows=0)
         self.found: dict[str, Any] = {}
         self.expected = self.tokens(self.generate())
         self.session = engine.session()
@@ -257,22 +258,24 @@ def threads(r: Rank) -> None:
 def decisions(r: Rank) -> None:
     """Ranks whose arithmetic differs: rank 0's choices hold, and all ranks do the same."""
     planner = r.engine._runtime.planner
-    originals = {name: getattr(megakv.planning, name) for name in ("plan_prefill", "choose_prefill", "choose_decode")}
+    originals = {
+        name: getattr(megakv.forward.planning, name) for name in ("plan_prefill", "choose_prefill", "choose_decode")
+    }
     first, size = r.rank == 0, r.engine.mesh.cp_size
-    megakv.planning.choose_decode = lambda *_, **__: "pass_q" if first else "replicated"
-    megakv.planning.choose_prefill = lambda *_, **__: "pass_q" if first else "pass_kv"
+    megakv.forward.planning.choose_decode = lambda *_, **__: "pass_q" if first else "replicated"
+    megakv.forward.planning.choose_prefill = lambda *_, **__: "pass_q" if first else "pass_kv"
     planner._decode_methods.clear()
     r.found["layers"] = r.tokens(r.generate()) == r.expected
     parts = (IDS.shape[1] - 3 * (size - 1), *[3] * (size - 1))
     choice = PrefillChoice("runahead", (parts if first else parts[::-1],), "runahead", {"runahead": 1.0})
-    megakv.planning.plan_prefill = lambda *_, **__: choice
+    megakv.forward.planning.plan_prefill = lambda *_, **__: choice
     # There are predictions to decide from.
     planner._predictions = object()
     r.found["partitions"] = r.tokens(r.generate()) == r.expected
     r.found["chosen"] = planner.choice.partitions == (parts,)
     planner._predictions = None
     for name, original in originals.items():
-        setattr(megakv.planning, name, original)
+        setattr(megakv.forward.planning, name, original)
 
 
 def alone(r: Rank) -> None:

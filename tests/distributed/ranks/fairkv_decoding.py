@@ -226,7 +226,7 @@ def converse(engine: Any, folder: Path, saved: bool) -> dict[str, Any]:
 
     def fail(module: Any, args: Any) -> None:
         calls[0] += 1
-        if engine._runtime.current.evict:
+        if engine._runtime.current.compression.evict:
             raise RuntimeError("out of memory, say")
 
     handle = engine.module.model.layers[1].register_forward_pre_hook(fail)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fairkv import OFFLOAD, begin, ids_of, kept_slots, written_mapping
 
 import megakv
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.launcher.process import orderly_end
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
+from megakv.base.errors import MegaKVError
 from megakv.distributed.mesh import start_distributed
-from megakv.errors import MegaKVError
 from megakv.fairkv.profile import ModelIdentity
 from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.weights.placement import head_counts

@@ -270,7 +270,7 @@ def refusals(context: Context) -> dict[str, Any]:
     for name, attempt in {"closed": lambda: engine(ids), "closed session": lambda: session.generate(ids)}.items():
         try:
             attempt()
-        except megakv.errors.MegaKVError as error:
+        except megakv.base.errors.MegaKVError as error:
             messages[name] = str(error)
     return {"messages": messages, "alive": alive}
 

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 import megakv
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.launcher.process import orderly_end, quiet_libraries
 from megakv.serving.loop import ServingLoop
 from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token

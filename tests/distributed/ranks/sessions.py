@@ -22,10 +22,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.base.errors import MegaKVError
 from megakv.distributed.mesh import start_distributed
-from megakv.errors import MegaKVError
+from megakv.engine.session import Session
 from megakv.launcher.process import orderly_end, quiet_libraries
-from megakv.session import Session
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 TURNS = [(1000, 2), (3, 2), (250, 1), (1, 20), (77, 3)]

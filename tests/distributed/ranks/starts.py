@@ -24,8 +24,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig
 from transformers.utils.logging import disable_progress_bar
 
 import megakv
+from megakv.base.errors import MegaKVError
 from megakv.distributed.mesh import start_distributed
-from megakv.errors import MegaKVError
 from megakv.launcher.process import orderly_end, quiet_libraries
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 4}

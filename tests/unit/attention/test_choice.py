@@ -9,7 +9,13 @@ import pytest
 import torch
 
 from megakv.attention.methods import METHODS, decode_methods, prefill_methods
-from megakv.choice import (
+from megakv.costmodel.attention_time import LayerTimes
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.curves import Curve
+from megakv.costmodel.hardware import Fingerprint, HardwareProfile
+from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
+from megakv.engine.config import load_config
+from megakv.forward.choice import (
     Evidence,
     algorithm_1,
     algorithm_5,
@@ -17,13 +23,8 @@ from megakv.choice import (
     choose_prefill,
     load_evidence,
 )
-from megakv.config import ContextParallelConfig, load_config
-from megakv.costmodel.attention_time import LayerTimes
-from megakv.costmodel.context_parallel import Workload
-from megakv.costmodel.curves import Curve
-from megakv.costmodel.hardware import Fingerprint, HardwareProfile
-from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
-from megakv.planning import PassPlanner
+from megakv.forward.config import ContextParallelConfig
+from megakv.forward.planning import PassPlanner
 from tests.unit.costmodel.profiles import fingerprint, ideal, pair_table
 from tests.unit.costmodel.test_policy_fit import PUBLISHED, make_fit
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from megakv import library
 from megakv.attention import backends, compiled
 from megakv.attention.reference import dense_attention
+from megakv.base import kernel_build
 
 TILE = 64
-SOURCE = library.SOURCES / "decode.cpp"
+SOURCE = kernel_build.SOURCES / "decode.cpp"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -118,14 +118,14 @@ def test_attention_goes_through_it(kernel, monkeypatch):
 
 def test_without_a_compiler_there_is_a_reason(tmp_path):
     with pytest.raises(FileNotFoundError, match="no-such-compiler"):
-        library.compiled(SOURCE, tmp_path, "no-such-compiler", library.FLAGS)
+        kernel_build.compiled(SOURCE, tmp_path, "no-such-compiler", kernel_build.FLAGS)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_what_does_not_compile_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="cannot compile .*decode.cpp: .*error"):
-        library.compiled(SOURCE, tmp_path, "c++", (*library.FLAGS, "-fno-such-flag"))
+        kernel_build.compiled(SOURCE, tmp_path, "c++", (*kernel_build.FLAGS, "-fno-such-flag"))
     assert not list(tmp_path.iterdir())
 
 

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megakv import library
 from megakv.attention import backends
 from megakv.attention.prefill import ROUNDED_TOLERANCE, PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, dense_attention
+from megakv.base import kernel_build, library
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,9 +33,9 @@ def kernel(request, tmp_path_factory):
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler in the path")
-    flags = ("-O1", *library.FLAGS[1:], *library.VECTORS.get(request.param, ()))
+    flags = ("-O1", *kernel_build.FLAGS[1:], *kernel_build.VECTORS.get(request.param, ()))
     return PrefillKernel(
-        library.compiled(library.SOURCES / "prefill.cpp", tmp_path_factory.mktemp("library"), compiler, flags)
+        kernel_build.compiled(kernel_build.SOURCES / "prefill.cpp", tmp_path_factory.mktemp("library"), compiler, flags)
     )
 
 
@@ -237,7 +237,7 @@ def test_powers_of_two(tmp_path):
     compiler = shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler in the path")
-    source = library.SOURCES / "vectors.h"
+    source = kernel_build.SOURCES / "vectors.h"
     text = f"""
         #include "{source}"
         extern "C" void powers(const float* x, float* y, long n) {{
@@ -247,8 +247,8 @@ def test_powers_of_two(tmp_path):
     (tmp_path / "powers.cpp").write_text(text)
     capability = torch.backends.cpu.get_cpu_capability()
     for level in {"AVX2", "AVX512", "none"} if capability.startswith("AVX512") else {"none"}:
-        flags = (*library.FLAGS, *library.VECTORS.get(level, ()))
-        call = ctypes.CDLL(str(library.compiled(tmp_path / "powers.cpp", tmp_path, compiler, flags))).powers
+        flags = (*kernel_build.FLAGS, *kernel_build.VECTORS.get(level, ()))
+        call = ctypes.CDLL(str(kernel_build.compiled(tmp_path / "powers.cpp", tmp_path, compiler, flags))).powers
         x = np.random.default_rng(0).uniform(-126, 0, 1 << 16).astype(np.float32)
         x[:8] = 0.0, -0.0, -1.0, -126.0, -0.5, -1e-30, -125.99999, -3e-8
         y = np.empty_like(x)

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from megakv.attention.methods import prefill_methods
-from megakv.choice import Evidence, PrefillChoice, plan_prefill, serves_first_turns_only
-from megakv.config import ContextParallelConfig
+from megakv.base.partition import Partition, even
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.planner import PrefillPlanner
 from megakv.costmodel.prefill import PrefillTimes
-from megakv.runahead.partition import Partition, even
+from megakv.forward.choice import Evidence, PrefillChoice, plan_prefill, serves_first_turns_only
+from megakv.forward.config import ContextParallelConfig
+from megakv.forward.prefill_planner import PrefillPlanner
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import attention_only
 

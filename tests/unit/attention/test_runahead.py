@@ -15,13 +15,13 @@ from megakv.attention.chain import HELD, ChainPlan
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.attention.runahead import Runahead
+from megakv.base.errors import MegaKVError
 from megakv.cache.dense import DenseStore
 from megakv.costmodel.context_parallel import sent_bytes
-from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape
 from megakv.distributed.layouts import contiguous, round_robin
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
-from megakv.errors import MegaKVError
+from megakv.planner.measure.trial import tokens
 from tests.reference import reference_attention
 from tests.threads import ThreadComm, on_threads
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.step import load_step
-from megakv.injection.linears import Products
-from megakv.runtime import Runtime
+from megakv.forward.runtime import Runtime
+from megakv.weights.products import Products
 from tests import families
 
 NEW = 20

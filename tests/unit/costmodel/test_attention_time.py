@@ -12,9 +12,9 @@ from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import dense_seconds
-from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape, LayerShape, ModelShape
 from megakv.distributed.layouts import balanced
+from megakv.planner.measure.trial import tokens
 from tests.unit.costmodel.profiles import ideal, pair_table
 
 HEADS = 8

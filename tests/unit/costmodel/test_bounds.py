@@ -4,9 +4,9 @@ import random
 
 import pytest
 
+from megakv.base.partition import even
 from megakv.costmodel.context_parallel import causal_bound, dense_bound
 from megakv.costmodel.curves import Curve
-from megakv.runahead.partition import even
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import attention_only, chain_seconds
 

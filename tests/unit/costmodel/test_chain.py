@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from megakv.base.partition import even
 from megakv.costmodel.chain import Chain, ChainPrediction
-from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.runahead.partition import even
+from megakv.runahead.chain_search import best_partition
 from tests.unit.costmodel.profiles import ideal
 
 HEADS = 8

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from docs.generated import ROOT
-from megakv.config import load_config
-from megakv.costmodel.choices import Demand, Fit, Mesh, choice_config, meshes, tp_sizes
-from megakv.costmodel.cluster import ClusterPlanner, Plan
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.memory import rank_memory
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.errors import MegaKVError
+from megakv.engine.config import load_config
 from megakv.launcher.command import main
+from megakv.planner.choices import Demand, Fit, Mesh, choice_config, meshes, tp_sizes
+from megakv.planner.cluster import ClusterPlanner, Plan
 
 LARGE = ROOT / "recipes" / "llama3_405b"
 RDMA = hardware("h100-rdma")

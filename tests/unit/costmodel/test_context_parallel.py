@@ -24,10 +24,10 @@ from megakv.costmodel.context_parallel import (
     tp_bytes_per_block,
     tsp_tokens,
 )
-from megakv.costmodel.measure.trial import tokens
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import TokenTable
+from megakv.planner.measure.trial import tokens
 from tests.unit.costmodel.test_shape import llama_405b
 
 # Llama-3 405B, N_H = 128, N_KV = 8, in 16 bits.

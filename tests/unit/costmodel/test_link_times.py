@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.measure.links import LEAST_OVERLAP_BYTES, overlap
-from megakv.costmodel.measure.stopwatch import Cases
+from megakv.costmodel.stopwatch import Cases
+from megakv.planner.measure.links import LEAST_OVERLAP_BYTES, overlap
 
 
 class Sizes:

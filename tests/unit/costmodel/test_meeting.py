@@ -9,12 +9,12 @@ import torch
 
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.curves import Curve
-from megakv.costmodel.measure import meeting
-from megakv.costmodel.measure.kernels import WEIGHT_WIDTH, Matrices
-from megakv.costmodel.measure.links import fair
-from megakv.costmodel.measure.meeting import LONG, METHODS, SHORT, Meeting
-from megakv.costmodel.measure.stopwatch import Case, Cases, Pool
 from megakv.costmodel.shape import AttentionShape
+from megakv.costmodel.stopwatch import Case, Cases, Pool
+from megakv.planner.measure import meeting
+from megakv.planner.measure.kernels import WEIGHT_WIDTH, Matrices
+from megakv.planner.measure.links import fair
+from megakv.planner.measure.meeting import LONG, METHODS, SHORT, Meeting
 from tests.unit.costmodel.profiles import ideal
 
 RING = 4

@@ -14,8 +14,11 @@ from transformers import OPTConfig
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import LayerCosts, shown_parts
-from megakv.costmodel.offload_time import (
+from megakv.costmodel.presets import PRESETS
+from megakv.costmodel.shape import LayerShape, ModelShape
+from megakv.offload.equations import LayerCosts, shown_parts
+from megakv.offload.method import steady_split
+from megakv.offload.times import (
     group_costs,
     layer_costs,
     layer_weight_bytes,
@@ -23,9 +26,6 @@ from megakv.costmodel.offload_time import (
     offloaded_step,
     seen_tokens,
 )
-from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.offload.method import steady_split
 
 PROFILE = PRESETS["a100-pcie4"].profile(cp_size=1)
 LINK = PRESETS["a100-pcie4"].host.curve()

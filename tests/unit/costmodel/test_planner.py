@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from megakv.costmodel.chain_search import best_partition
+from megakv.base.partition import even
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.memory import token_bytes
-from megakv.costmodel.planner import PrefillPlanner, rounded
 from megakv.costmodel.prefill import PrefillTimes
-from megakv.runahead.partition import even
+from megakv.forward.prefill_planner import PrefillPlanner, rounded
+from megakv.runahead.chain_search import best_partition
 from tests.measuring import count_calls
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import attention_only, chain_seconds

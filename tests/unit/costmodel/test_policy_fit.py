@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megakv.costmodel.measure.policy_points import accuracies, fit_constants, grid
-from megakv.costmodel.policy_fit import FitPoint, PolicyFit, empirical_rule, load_fit
+from megakv.forward.policy_fit import FitPoint, PolicyFit, empirical_rule, load_fit
+from megakv.planner.measure.policy_points import accuracies, fit_constants, grid
 from tests.unit.costmodel.profiles import fingerprint
 
 PUBLISHED = (-1.059, 1.145, 12.112)

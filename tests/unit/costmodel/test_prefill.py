@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from megakv.base.partition import even
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import Workload, dense_bound
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.prefill import PrefillTimes, alone
-from megakv.runahead.partition import even
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.costmodel.test_chain import HEADS, PAIR_S, attention_only, pairs_s, row_s
 
@@ -124,7 +124,8 @@ def test_layers_by_blocks_of_rows_hold_little() -> None:
     fresh = Curve(sizes=(1.0, 1e6, 1e9), seconds=(1e-15, 2e-15, 1.0))
     model = replace(attention_only(2), intermediate=640)
     plain, blocks = (TokenTimes(ideal(copy_fresh=fresh), replace(model, fused=each)) for each in (False, True))
-    tokens = random.randint(10_000, 90_000)
+    # Many: the first million bytes of the curve take nothing.
+    tokens = random.randint(20_000, 90_000)
     # New are queries, keys and values, and a layer's hidden states: each by its share of what is held.
     hold = tokens * (3 * 64 + 1536) * 4 / 1e9
     assert blocks.before(0, tokens) == pytest.approx(hold * 1536 / (3 * 64 + 1536), rel=1e-2)

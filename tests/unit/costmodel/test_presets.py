@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from megakv.costmodel.chain_search import best_partition
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.dense import all_reduce_seconds
@@ -19,6 +18,7 @@ from megakv.costmodel.memory import grown_bytes, rank_memory
 from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import PRESETS, hardware
 from megakv.costmodel.shape import AttentionShape, ModelShape
+from megakv.runahead.chain_search import best_partition
 from tests.unit.costmodel.profiles import ideal
 
 RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"

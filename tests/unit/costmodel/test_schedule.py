@@ -9,12 +9,12 @@ from transformers import OPTConfig
 
 from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.memory import rank_memory
-from megakv.costmodel.offload import RESIDENT, LayerCosts, WeightTimes
-from megakv.costmodel.offload_pipeline import step_seconds
-from megakv.costmodel.offload_time import group_costs, layer_ways, offloaded_step
 from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.schedule import APART, best_groups, best_rate, group_counts
 from megakv.costmodel.shape import ModelShape
+from megakv.offload.equations import RESIDENT, LayerCosts, WeightTimes
+from megakv.offload.groups import APART, best_groups, best_rate, group_counts
+from megakv.offload.pipeline import step_seconds
+from megakv.offload.times import group_costs, layer_ways, offloaded_step
 
 PROFILE, LINK = PRESETS["a100-pcie4"].profile(cp_size=1), PRESETS["a100-pcie4"].host.curve()
 

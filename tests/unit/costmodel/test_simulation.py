@@ -13,17 +13,17 @@ from megakv.costmodel.chain import Chain, ChainParts
 from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
-from megakv.costmodel.offload import RESIDENT, WeightTimes
-from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
-from megakv.costmodel.offload_time import OffloadedStep
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.costmodel.simulated_prefill import METHODS, SimulatedPrefill
 from megakv.costmodel.simulation import Disturbances, Simulation
 from megakv.costmodel.timeline import LayerWork
-from megakv.costmodel.virtual_runs import play_offload
 from megakv.distributed.layouts import balanced_tokens
+from megakv.offload.equations import RESIDENT, WeightTimes
 from megakv.offload.method import Split
+from megakv.offload.pipeline import StepTimes, step_seconds
+from megakv.offload.times import OffloadedStep
+from megakv.planner.virtual_runs import play_offload
 from tests.unit.costmodel.profiles import ideal
 
 

@@ -8,8 +8,8 @@ import torch
 from benchmarks.harness.plain import PlainTimes
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import CallTimes
-from megakv.costmodel.measure.small_models import FEW, MANY, OFTEN, ONCE, SmallModels
-from megakv.costmodel.measure.stopwatch import Alone, Cases, Pool
+from megakv.costmodel.stopwatch import Alone, Cases, Pool
+from megakv.planner.measure.small_models import FEW, MANY, OFTEN, ONCE, SmallModels
 from tests.measuring import count_calls
 from tests.unit.costmodel.test_chain import attention_only
 from tests.unit.costmodel.test_meeting import machine, pool

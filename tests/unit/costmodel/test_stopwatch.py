@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.measure.stopwatch import LEAST_ROUNDS, ROUNDS, Case, Cases, Pool, lower_decile, rising
+from megakv.costmodel.stopwatch import LEAST_ROUNDS, ROUNDS, Case, Cases, Pool, lower_decile, rising
 
 
 class Alone:
@@ -77,7 +77,7 @@ def test_heavier_cells_get_more_of_the_time(monkeypatch: pytest.MonkeyPatch) -> 
         calls[name] += 1
 
     clock = SimpleNamespace(perf_counter=lambda: 1e-3 * sum(calls.values()))
-    monkeypatch.setattr("megakv.costmodel.measure.stopwatch.time", clock)
+    monkeypatch.setattr("megakv.costmodel.stopwatch.time", clock)
 
     for name, weight in (("light", 1.0), ("heavy", 3.0)):
         cases.add(lambda name=name: count(name), weight=weight)  # type: ignore[misc]
@@ -100,7 +100,7 @@ def test_rounds_take_every_cell(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(reports) == 2 * LEAST_ROUNDS
     assert all(case.seconds >= 0 for case in added)
     reports.clear()
-    monkeypatch.setattr("megakv.costmodel.measure.stopwatch.time", SimpleNamespace(perf_counter=lambda: 0.0))
+    monkeypatch.setattr("megakv.costmodel.stopwatch.time", SimpleNamespace(perf_counter=lambda: 0.0))
     cases.run(5.0, lambda: reports.append(0))
     assert len(reports) == 2 * ROUNDS
 

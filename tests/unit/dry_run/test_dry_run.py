@@ -12,23 +12,23 @@ import torch
 from transformers import PreTrainedConfig
 
 from megakv.attention.partial import Scoring
-from megakv.config import load_config
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.memory import grown_bytes
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import ModelShape
-from megakv.dry_run import dry_run
-from megakv.dry_run.coverage import check_coverage
-from megakv.dry_run.memory import VirtualRank
-from megakv.dry_run.run import token_counts
-from megakv.dry_run.share import ShapeRuntime, run_shapes
-from megakv.errors import MegaKVError
+from megakv.engine.config import load_config
+from megakv.engine.loading import build_model, empty_model
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.placement import place_heads
 from megakv.fairkv.profile import BudgetProfile
 from megakv.launcher.command import main
 from megakv.offload.config import OffloadConfig
-from megakv.weights.loading import build_model, empty_model
+from megakv.planner.dry_run import dry_run
+from megakv.planner.dry_run.coverage import check_coverage
+from megakv.planner.dry_run.memory import VirtualRank
+from megakv.planner.dry_run.run import token_counts
+from megakv.planner.dry_run.share import ShapeRuntime, run_shapes
 from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from tests.families import FAMILIES, llama, llama_mha, opt
 

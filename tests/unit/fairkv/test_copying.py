@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from megakv.base.loads import barrier_utilisation
+from megakv.cache.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.fair_copying import CopyLimits, copy_schemes, map_layer, wrap_around
-from megakv.fairkv.layer import LayerMapping, barrier_utilisation, contiguous_layer
 from tests.measuring import count_calls
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed
 from tests.unit.fairkv.oracles import best_layer, printed_selection

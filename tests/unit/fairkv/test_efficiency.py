@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megakv.fairkv.layer import barrier_utilisation, busy_rates, efficiency
+from megakv.base.loads import barrier_utilisation, busy_rates, efficiency
 from tests.unit.fairkv.instances import RANDOM
 
 

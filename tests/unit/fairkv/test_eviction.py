@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.notes import Notes
-from megakv.fairkv.ragged_body import RaggedBody
-from megakv.laws import CombinationError
-from megakv.tensor_files import read_tensors, write_tensors
+from megakv.base.laws import CombinationError
+from megakv.base.tensor_files import read_tensors, write_tensors
+from megakv.cache.notes import Notes
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import RaggedBody
 from tests.families import FAMILIES, VOCAB
 from tests.held_rows import Rows, check_rows
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megakv.cache.layer import LayerMapping, contiguous_layer
+from megakv.cache.splitting import slowest_loads
 from megakv.fairkv.fair_copying import CopyLimits
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import balance, map_heads
 from megakv.fairkv.mapping import HeadMapping, by_rank, load_mapping
 from megakv.fairkv.profile import BudgetProfile
-from megakv.fairkv.splitting import slowest_loads
 from megakv.launcher.command import main
 from tests.families import llama
 from tests.unit.fairkv.instances import RANDOM, skewed

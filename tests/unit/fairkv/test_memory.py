@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from megakv.cache.layer import LayerMapping
 from megakv.fairkv.capacity import arrange, least_total, level_ranks, map_layers, memory_of
 from megakv.fairkv.fair_copying import CopyLimits, map_layer
-from megakv.fairkv.layer import LayerMapping
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed
 from tests.unit.fairkv.oracles import best_layers
 

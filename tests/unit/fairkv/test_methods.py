@@ -11,13 +11,13 @@ import torch
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.base.errors import MegaKVError
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
-from megakv.config import load_config
 from megakv.distributed.layouts import balanced
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.sharding import TokenTable, new_tokens
-from megakv.errors import MegaKVError
+from megakv.engine.config import load_config
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.config import FairKVConfig
 from megakv.fairkv.methods import METHODS, read_importance

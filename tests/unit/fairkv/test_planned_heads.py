@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from docs.generated import ROOT
-from megakv.config import load_config
-from megakv.costmodel.choices import Demand
-from megakv.costmodel.cluster import ClusterPlanner
+from megakv.cache.layer import contiguous_layer
 from megakv.costmodel.head_times import HeadTimes
 from megakv.costmodel.presets import Hardware, hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.fairkv.layer import contiguous_layer
+from megakv.engine.config import load_config
 from megakv.fairkv.mapping import load_mapping
-from megakv.fairkv.planned_heads import fullest_share
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.step_time import contiguous_seconds
 from megakv.launcher.command import main
+from megakv.planner.choices import Demand
+from megakv.planner.cluster import ClusterPlanner
+from megakv.planner.planned_heads import fullest_share
 
 RDMA = hardware("h100-rdma")
 LAYERS, HEADS = 3, 8

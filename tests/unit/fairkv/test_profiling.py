@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megakv.base.loads import barrier_utilisation
 from megakv.fairkv.figures import draw_profile
-from megakv.fairkv.layer import barrier_utilisation
 from megakv.fairkv.profile import MeasuredPrompt, busy_rate, cosine_similarity, kept_tokens, load_budgets, make_profile
 from megakv.launcher.budget_ranks import print_tables
 from megakv.launcher.command import main

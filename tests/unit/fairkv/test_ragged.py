@@ -13,8 +13,8 @@ from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
 from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import RaggedStore
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import RaggedBody
 
 DIM, VALUE_DIM = 16, 24
 

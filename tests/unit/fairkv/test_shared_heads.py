@@ -12,15 +12,16 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import PartialAttention, Scoring
+from megakv.cache.layer import LayerMapping
 from megakv.cache.ragged import RaggedStore
 from megakv.cache.shared_heads import SharedHeadsStore
+from megakv.cache.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
 from megakv.cache.store import KVStore
-from megakv.fairkv.layer import LayerMapping
-from megakv.fairkv.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
+from megakv.costmodel.stored_rows import page_bytes
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import EmulatedLink
-from megakv.offload.pages import PagePool, page_bytes
+from megakv.offload.pages import PagePool
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.shared_tiers import SharedTiers
 from megakv.offload.store import TieredStore

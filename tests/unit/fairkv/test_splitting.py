@@ -6,10 +6,10 @@ from functools import partial
 import numpy as np
 import pytest
 
+from megakv.cache.layer import LayerMapping
+from megakv.cache.splitting import slowest_loads, split_heads, split_request
 from megakv.fairkv.fair_copying import CopyLimits, map_layer
-from megakv.fairkv.layer import LayerMapping
 from megakv.fairkv.requests import imagined_requests, place_for_requests
-from megakv.fairkv.splitting import slowest_loads, split_heads, split_request
 from tests.measuring import count_calls
 from tests.unit.fairkv.instances import RANDOM, budgets
 from tests.unit.fairkv.oracles import best_split

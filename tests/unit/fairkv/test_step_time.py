@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import torch
 
+from megakv.cache.layer import LayerMapping, contiguous_layer
+from megakv.cache.splitting import split_heads, split_request
 from megakv.costmodel.curves import RaggedTable
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.head_times import HeadTimes
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.fairkv.fair_copying import CopyLimits
-from megakv.fairkv.layer import LayerMapping, contiguous_layer
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.rank_memory import RankMemory
-from megakv.fairkv.splitting import split_heads, split_request
 from megakv.fairkv.step_time import fastest_layer, fastest_layers
 from megakv.launcher.command import main
 from tests.families import deepseek_v3, llama

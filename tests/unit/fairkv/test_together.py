@@ -9,14 +9,14 @@ import torch
 from megakv.attention.partial import KVPart, PackedAttention, Part
 from megakv.attention.reference import Scoring
 from megakv.attention.varlen import efficient, flash
+from megakv.cache import together
 from megakv.cache.dense import DenseStore
+from megakv.cache.joined_bodies import JoinedBodies, JoinedBody, join, stretches
 from megakv.cache.ragged import RaggedStore, Span
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import BodyIndex, RaggedBody
+from megakv.cache.together import attend_heads
 from megakv.distributed.sharding import TokenBlock
-from megakv.fairkv import together
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.joined_bodies import JoinedBodies, JoinedBody, join, stretches
-from megakv.fairkv.ragged_body import BodyIndex, RaggedBody
-from megakv.fairkv.together import attend_heads
 from tests.unit.attention.test_varlen import kernels  # noqa: F401  CUDA's kernels as loops
 
 DIM = 16

@@ -6,7 +6,7 @@ import pytest
 
 from megakv.attention.layer import load_layer
 from megakv.attention.token_layer import WholeLayersCall
-from megakv.injection.linears import Products
+from megakv.weights.products import Products
 
 
 @pytest.fixture(autouse=True)

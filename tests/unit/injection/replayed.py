@@ -116,6 +116,6 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
     monkeypatch.setattr(hooks, "step_graphs", StepGraphs)
     # A processor's own way through layers.
     monkeypatch.setattr(token_layers, "load_layer", lambda: (None, ""))
-    monkeypatch.setattr("megakv.runtime.load_step", lambda: (None, ""))
+    monkeypatch.setattr("megakv.forward.runtime.load_step", lambda: (None, ""))
     yield Replayed.made
     assert modes[1::2] == [0] * (len(modes) // 2)

@@ -6,7 +6,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from megakv.injection import linears
-from megakv.injection.linears import FewRowsLinears, Products
+from megakv.injection.linears import FewRowsLinears
+from megakv.weights import products
+from megakv.weights.products import Products
 from tests.families import FAMILIES
 
 
@@ -14,7 +16,7 @@ from tests.families import FAMILIES
 def test_results_are_the_model_s_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(FAMILIES[name](), dtype=torch.float32).eval()
-    few, many = torch.randint(3, 100, (1, 5)), torch.randint(3, 100, (1, linears.FEW_ROWS + 1))
+    few, many = torch.randint(3, 100, (1, 5)), torch.randint(3, 100, (1, products.FEW_ROWS + 1))
     with torch.no_grad():
         whole = [model(ids).logits for ids in (few, many)]
         seen: list[tuple[int, ...]] = []
@@ -56,14 +58,14 @@ def test_what_was_replaced_before_is_left_alone(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("shape", [(1,), (17,), (2, 33), (1, 71), (130,)])
 def test_products_of_many_rows(dtype: torch.dtype, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Widened or padded, they are as near to exact ones as PyTorch's, whatever rows and blocks there are."""
-    monkeypatch.setattr(linears, "BLOCK", 1000)
+    monkeypatch.setattr(products, "BLOCK", 1000)
     weight, bias = torch.randn(67, 101).to(dtype)[:, :97], torch.randn(67).to(dtype)
     x = torch.randn(*shape, 97).to(dtype)
     for given in (None, bias):
         exact = nn.functional.linear(x.double(), weight.double(), None if given is None else given.double())
         with torch.no_grad():
             theirs = (nn.functional.linear(x, weight, given).double() - exact).abs().max()
-            for product in (linears.widened_product, linears.padded_product):
+            for product in (products.widened_product, products.padded_product):
                 found = product(x, weight, given)
                 assert found.dtype == dtype and found.shape == exact.shape
                 assert (found.double() - exact).abs().max() <= 1.05 * theirs + 1e-6

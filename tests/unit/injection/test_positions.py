@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock
-from megakv.forward_pass import Wanted
+from megakv.forward.wanted import Wanted
 from megakv.injection.hooks import ForwardHooks
 from tests.families import bloom, falcon, falcon_alibi, gpt_j, llama, mpt
 from tests.unit.injection.substituted import LAYERS, random_ids
@@ -39,7 +39,7 @@ class _Recorder:
     def new_cache(self, layers: int) -> ShardedCache:
         return ShardedCache(layers, size=1, rank=0)
 
-    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted) -> None:
+    def plan(self, new: TokenBlock, cache: ShardedCache, slots: int, wanted: Wanted, **_: bool) -> None:
         self.positions = new.position.tolist()
         raise _StopError
 

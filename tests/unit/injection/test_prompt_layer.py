@@ -12,8 +12,9 @@ from torch import Tensor
 
 import megakv
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Weight, load_layer, reference
-from megakv.injection import linears, prompt_layer
+from megakv.injection import prompt_layer
 from megakv.injection.prompt_layer import Blocks, PromptLayer
+from megakv.weights import products
 from tests.as_large import as_large
 from tests.drawn_layers import drawn, drawn_layer
 from tests.unit.injection.compiled_layers import model_of, tokens
@@ -227,7 +228,7 @@ def test_linears_of_somebody_else_s_class_are_called(rows: list[int], monkeypatc
 
 
 def test_calls_in_inference_mode_leave_nothing_behind(rows: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "widening_pays", lambda dtype: dtype == torch.bfloat16)
+    monkeypatch.setattr(products, "widening_pays", lambda dtype: dtype == torch.bfloat16)
     model, ids = model_of("llama").bfloat16(), torch.randint(3, 100, (1, 80))
     with megakv.init_inference(model, {"dtype": "bf16"}) as engine:
         with torch.inference_mode():

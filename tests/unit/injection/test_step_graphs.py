@@ -17,7 +17,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import megakv
 from megakv.attention import device_step
-from megakv.forward_pass import Pauses
+from megakv.forward.pauses import Pauses
 from megakv.injection import step_graphs
 from megakv.injection.step_graphs import padded
 from tests.unit.injection.replayed import Replayed, attend_step, replayed

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from megakv.base.errors import MegaKVError
 from megakv.distributed.sharding import new_tokens
-from megakv.errors import MegaKVError
 from megakv.injection.families import SubstitutedForward
 from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask
 from megakv.injection.ownership import attach, detach

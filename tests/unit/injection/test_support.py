@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 
 import megakv
-from megakv.dry_run import dry_run
-from megakv.injection.interface import ATTEND_ATTRIBUTE, attention_modules
+from megakv.engine.loading import build_model
+from megakv.injection.interface import ATTEND_ATTRIBUTE
 from megakv.offload.weights import ALIGNMENT, layer_places
-from megakv.weights.loading import build_model
+from megakv.planner.dry_run import dry_run
+from megakv.weights.placement.attention import attention_modules
 from tests.tiny_configs import FAMILIES, VOCAB, tiny_config
 
 # What cannot be had in tiny, and why.

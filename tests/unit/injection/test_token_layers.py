@@ -13,7 +13,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 import megakv
 from megakv.attention.layer import load_layer
 from megakv.injection.layer_kind import activation, is_known
-from megakv.injection.linears import Products
+from megakv.weights.products import Products
 from tests.families import FAMILIES
 from tests.pairs import without_pairs
 from tests.unit.injection.compiled_layers import model_of, tokens

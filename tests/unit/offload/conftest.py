@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 import pytest
 
 import megakv
-from megakv.costmodel.offload import LayerCosts
 from megakv.offload.auto import Auto
 from megakv.offload.costs import OffloadCosts
+from megakv.offload.equations import LayerCosts
 from megakv.offload.link import Direction, EmulatedLink, Move, Transfer
 
 

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.offload.weight_stream import WeightStream, _BufferedLayer
 from megakv.offload.weights import ALIGNMENT, HostWeights
 from tests.families import CONFIGS, FAMILIES

@@ -12,11 +12,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.dry_run import dry_run
-from megakv.errors import MegaKVError
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.base.errors import MegaKVError
+from megakv.cache.ragged_body import RaggedBody
 from megakv.offload.methods import AUTO, METHODS
 from megakv.offload.planner import Planner
+from megakv.planner.dry_run import dry_run
 from tests.families import CONFIGS, FAMILIES
 from tests.unit.offload.conftest import SETTINGS
 from tests.unit.offload.test_exactness import generate, plain_model, ragged

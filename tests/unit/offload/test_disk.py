@@ -19,12 +19,12 @@ import pytest
 import torch
 from deepspeed.git_version_info import installed_ops
 
-from megakv.compat import drop_stale_lock
-from megakv.costmodel.offload import LayerCosts, placed
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
+from megakv.distributed.compat import drop_stale_lock
 from megakv.offload.async_io import AsyncReader, find_async_io
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
+from megakv.offload.equations import LayerCosts, placed
 from tests.unit.offload.test_exactness import generate, plain_model
 
 PAGE = 8 << 10
@@ -220,7 +220,7 @@ def test_the_lock_of_a_killed_build_is_removed(
     assert drop_stale_lock("some_op") is None
     assert not lock.exists() and f"removed {lock}, left by a build that was killed" in caplog.text
     # A fresh one is given time.
-    monkeypatch.setattr("megakv.compat.LOCK_S", 1.0)
+    monkeypatch.setattr("megakv.distributed.compat.LOCK_S", 1.0)
     lock.touch()
     begun = time.monotonic()
     assert drop_stale_lock("some_op") is None and time.monotonic() - begun >= 0.5

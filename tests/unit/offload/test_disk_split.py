@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from megakv.costmodel.offload import GroupCosts, LayerCosts, Placement, disk_seconds, placed, shown_rates
+from megakv.offload.equations import GroupCosts, LayerCosts, Placement, disk_seconds, placed, shown_rates
 from megakv.offload.kvpr import KVPR, split_seconds
 from megakv.offload.method import spread, steady_split
 from tests.unit.offload.test_methods import random_costs

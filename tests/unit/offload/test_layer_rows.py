@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.cache.ragged_body import RaggedBody
 from megakv.offload.bodies import TieredBody
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_memory import HostTier

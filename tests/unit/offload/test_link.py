@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.offload.link import EmulatedLink, Move, Place
 from megakv.offload.resources import make_link
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakv.costmodel.offload import GroupCosts, LayerCosts, WeightTimes
 from megakv.offload.chunked import Chunked
 from megakv.offload.cpu_rank import All
+from megakv.offload.equations import GroupCosts, LayerCosts, WeightTimes
 from megakv.offload.kvpr import KVPR, split_seconds
 from megakv.offload.method import spread, steady_split
 from tests.measuring import count_calls

@@ -13,14 +13,15 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.attention.partial import PartialAttention, Scoring
-from megakv.fairkv.attention import RaggedPart
-from megakv.fairkv.ragged_body import RaggedBody
+from megakv.cache.ragged_attention import RaggedPart
+from megakv.cache.ragged_body import RaggedBody
+from megakv.costmodel.stored_rows import group_size
 from megakv.offload.bodies import PackedBody, TieredBody
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import EmulatedLink
 from megakv.offload.pages import PagePool
-from megakv.offload.row_format import GroupQuantiser, HeadShape, group_size
+from megakv.offload.row_format import GroupQuantiser, HeadShape
 from tests.families import FAMILIES
 from tests.unit.fairkv.test_ragged import masked_reference, skewed_mask
 from tests.unit.offload.conftest import SETTINGS

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.offload import host_memory
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier, available_memory, check_host_budget

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.costmodel import offload_pipeline
 from megakv.costmodel.hardware import Fingerprint, load_profile
-from megakv.costmodel.offload import RESIDENT, GroupCosts, LayerCosts, WeightTimes
-from megakv.costmodel.offload_pipeline import StepTimes, step_seconds
+from megakv.offload import pipeline as offload_pipeline
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
+from megakv.offload.equations import RESIDENT, GroupCosts, LayerCosts, WeightTimes
 from megakv.offload.link import Direction, EmulatedLink, Move, Traffic, Transfer
 from megakv.offload.method import Plan, Split
+from megakv.offload.pipeline import StepTimes, step_seconds
 from megakv.offload.profile import Profiler
 from megakv.offload.record import StepRecord
 from tests.measuring import until_it_holds

@@ -10,7 +10,8 @@ import torch
 import megakv
 from megakv.attention.compiled import load_kernel
 from megakv.attention.reference import dense_attention
-from megakv.offload.row_format import GroupQuantiser, HeadShape, group_size
+from megakv.costmodel.stored_rows import group_size
+from megakv.offload.row_format import GroupQuantiser, HeadShape
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 

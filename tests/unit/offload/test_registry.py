@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megakv.costmodel.offload import GroupCosts
 from megakv.launcher.commands import check
+from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split
 from megakv.offload.methods import METHODS
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
@@ -33,7 +33,7 @@ def test_a_toy_method_works_through_the_json(offloaded: Any, tmp_path: Path, mon
     listed = argparse.Namespace(config=str(path))
     with pytest.raises(ValueError, match=r"offload.method = 'half': .*'auto', 'stream', 'kvpr', 'chunked', 'cpu_rank'"):
         check.run(listed)
-    monkeypatch.setitem(METHODS, "half", Half())
+    monkeypatch.setitem(METHODS._entries, "half", Half())
     assert check.run(listed)["methods"]["megakv.offload.method"][-1] == "half"
     model = plain_model("opt")
     ids, mask = ragged(4)

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import megakv
-from megakv.dry_run import dry_run
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.offload import runtime
+from megakv.planner.dry_run import dry_run
 from tests.unit.offload.test_exactness import generate, plain_model
 
 

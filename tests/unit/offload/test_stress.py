@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.injection.interface import attention_modules
 from megakv.offload.store import TieredStore
+from megakv.weights.placement.attention import attention_modules
 from tests.families import CONFIGS
 from tests.unit.offload.test_exactness import plain_model
 

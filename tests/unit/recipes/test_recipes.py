@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megakv.config import load_config
+from megakv.engine.config import load_config
 from recipes.common.catalogue import RECIPES, find_run, load_recipe, names
 from recipes.common.dry_run import main
 from recipes.common.forecast import forecast

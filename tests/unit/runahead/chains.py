@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.runahead.partition import Partition
+from megakv.base.partition import Partition
 
 
 @dataclass(frozen=True)

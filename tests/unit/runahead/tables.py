@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from megakv.base.partition import to_fractions
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.runahead.partition import to_fractions
 from megakv.runahead.table import ChainIdentity, LookupTable, ModelIdentity, TableEntry
 from tests.unit.costmodel.profiles import fingerprint
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megakv.runahead.partition import check_partition, even, explicit, from_fractions, to_fractions
+from megakv.base.partition import check_partition, even, explicit, from_fractions, to_fractions
 
 
 @pytest.mark.parametrize("trial", range(20))

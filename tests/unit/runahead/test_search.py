@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megakv.base.partition import Partition, even
 from megakv.runahead.grid import Grid
-from megakv.runahead.partition import Partition, even
 from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
 

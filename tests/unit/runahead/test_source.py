@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from megakv.base.errors import MegaKVError
+from megakv.base.partition import even, from_fractions
 from megakv.costmodel.hardware import Fingerprint
-from megakv.errors import MegaKVError
 from megakv.runahead.config import RunaheadConfig
-from megakv.runahead.partition import even, from_fractions
 from megakv.runahead.source import PartitionSource
 from megakv.runahead.table import LookupTable
 from tests.unit.runahead.tables import MODEL, any_table, table

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megakv.base.partition import from_fractions
 from megakv.costmodel.records import MOST_BYTES
 from megakv.costmodel.shape import LayerShape
-from megakv.runahead.partition import from_fractions
 from megakv.runahead.table import LookupTable, ModelIdentity, load_table
 from tests.unit.costmodel.profiles import fingerprint
 from tests.unit.runahead.tables import MODEL, any_table, chain, entry, table

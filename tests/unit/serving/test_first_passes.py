@@ -9,7 +9,7 @@ import pytest
 
 import megakv
 from megakv.cache.cache import ShardedCache
-from megakv.engine import MegaKVEngine
+from megakv.engine.engine import MegaKVEngine
 from megakv.serving.first_passes import LONGEST_S, SEQUENCES, TOKENS, first_passes
 from megakv.serving.pass_times import PassSize
 from megakv.serving.settings import ServingSettings

@@ -13,7 +13,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import megakv
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.serving.http.listener import listening_socket
 from megakv.serving.http.served_model import ServedModel
 from megakv.serving.http.server import HttpServer

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.serving.plan import Await, Load, StoredPart
 from megakv.serving.prefix_store import PrefixStore
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import megakv
-from megakv.errors import MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.report import Answer, RunReport, load_report, report_to_json
 from megakv.tracking.tracker import Tracker

@@ -1,0 +1,1 @@
+"""Errors, files, devices and the plain types that rooms hand each other; it imports nothing else of megakv."""

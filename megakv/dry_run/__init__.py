@@ -1,5 +1,0 @@
-"""A run without weights, accelerators or peers: every rank's share on the meta device, checked and added up."""
-
-from megakv.dry_run.run import DryRun, VirtualRank, dry_run
-
-__all__ = ["DryRun", "VirtualRank", "dry_run"]

@@ -1,0 +1,114 @@
+"""Methods and policies from packages of others: registered in Python, named in the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from megakv.attention.method import AttentionMethod
+from megakv.attention.methods import METHODS as ATTENTION
+from megakv.attention.methods import MethodEntry
+from megakv.fairkv.method import CompressionMethod
+from megakv.fairkv.methods import METHODS as COMPRESSION
+from megakv.injection.policy import POLICIES, Policy
+from megakv.offload.methods import METHODS as OFFLOAD
+
+if TYPE_CHECKING:
+    from megakv.offload.method import OffloadMethod
+
+
+def register_prefill_method(
+    name: str,
+    make: Callable[[], AttentionMethod],
+    *,
+    contiguous: bool = False,
+    keys_stay: bool = False,
+    decode: bool = False,
+) -> None:
+    """Make an attention method a value of ``megakv.context_parallel.prefill``.
+
+    Parameters
+    ----------
+    name
+        Value in the JSON.
+    make
+        Class of the method, or a function that makes one: `megakv.attention.method.AttentionMethod`.
+    contiguous
+        Whether its ranks compute consecutive tokens, instead of balanced chunks.
+    keys_stay
+        Whether no cached key and value leaves its rank.
+    decode
+        Whether it is a value of ``megakv.context_parallel.decode``, too.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken.
+    """
+    ATTENTION.register(name, MethodEntry(make, prefill=True, decode=decode, contiguous=contiguous, keys_stay=keys_stay))
+
+
+def register_offload_method(name: str, method: OffloadMethod) -> None:
+    """Make a way to divide cached tokens a value of ``megakv.offload.method``, and a choice of ``auto``.
+
+    Parameters
+    ----------
+    name
+        Value in the JSON.
+    method
+        What splits a group's tokens: `megakv.offload.method.OffloadMethod`.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken.
+    """
+    OFFLOAD.register(name, method)
+
+
+def register_compression_method(method: type[CompressionMethod]) -> None:
+    """Make a compression method a value of ``megakv.fairkv.method``; its fields become keys of ``megakv.fairkv``.
+
+    Parameters
+    ----------
+    method
+        A subclass of `megakv.fairkv.method.CompressionMethod`, with a `name`.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken.
+    """
+    COMPRESSION.register(method.name, method)
+
+
+def register_policy(model_type: str, policy: Policy) -> None:
+    """Tell what MegaKV must know of a model type beyond transformers' attention interface.
+
+    Raises
+    ------
+    ValueError
+        If the model type has a policy.
+    """
+    POLICIES.register(model_type, policy)
+
+
+def import_plugins(modules: object, source: str) -> None:
+    """Import the modules of ``megakv.plugins``, which register what they bring.
+
+    Raises
+    ------
+    ValueError
+        If they are no list of names, or one cannot be imported.
+    """
+    if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
+        raise ValueError(f"{source}: megakv.plugins = {modules!r}: allowed: a list of modules, such as ['my_methods']")
+    for name in modules:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ValueError(
+                f"{source}: megakv.plugins names {name!r}, which cannot be imported on this host: {error}; install it, "
+                "or start the ranks in the folder that it lies in"
+            ) from error

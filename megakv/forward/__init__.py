@@ -1,0 +1,1 @@
+"""One pass of a model over the ranks: what is planned, what it keeps, and how a layer attends."""

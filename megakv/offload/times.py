@@ -1,0 +1,181 @@
+"""Predicted times with keys and values off the accelerator, from a hardware profile and the link to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.curves import Curve
+from megakv.costmodel.decoding import ttit_seconds
+from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.memory import GIB
+from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.stored_rows import may_pay
+from megakv.offload.equations import (
+    RESIDENT,
+    GroupCosts,
+    LayerCosts,
+    Placement,
+    WeightTimes,
+    disk_seconds,
+    placed,
+)
+from megakv.offload.method import Split
+from megakv.offload.methods import AUTO, METHODS, methods_of
+from megakv.offload.pipeline import StepTimes, layer_times, step_seconds
+
+
+def layer_costs(
+    profile: HardwareProfile,
+    link: Curve,
+    model: ModelShape,
+    *,
+    tp_size: int = 1,
+    device_s: float = 0.0,
+    sharers: int = 1,
+) -> LayerCosts:
+    """Costs of one layer on one rank, per cached token; `device_s` is all its other work.
+
+    `sharers` ranks of a host divide the bandwidth of its memory and its disk (KVPR, A.7).
+    """
+    shape = model.attention(tp_size=tp_size)
+    width = shape.kv_row_bytes // shape.element_bytes
+    bandwidth, host_attend_s = link.bandwidth, 0.0
+    if profile.host_memory_bandwidth is not None:
+        bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
+        host_attend_s = sharers * shape.kv_row_bytes / profile.host_memory_bandwidth
+    disk, inputs = (profile.disk_bandwidth or 0.0) / sharers, model.input_bytes
+    return LayerCosts(
+        kv_s=shape.kv_row_bytes / bandwidth,
+        activation_s=inputs / bandwidth,
+        disk_kv_s=disk_seconds(shape.kv_row_bytes, bandwidth, disk),
+        disk_activation_s=disk_seconds(inputs, bandwidth, disk),
+        recompute_s=2 * model.hidden * width / (profile.recompute_flops or profile.matmul_flops),
+        transfer_s=link.latency,
+        device_s=device_s,
+        host_attend_s=host_attend_s,
+    )
+
+
+@dataclass(frozen=True)
+class OffloadedStep:
+    """A decoding step over an offloaded cache, as the engine would divide its tokens."""
+
+    seconds: float
+    times: StepTimes  # Of one group of sequences in one layer; how its tokens are divided.
+    split: Split
+    weights: WeightTimes
+
+
+def offloaded_step(
+    profile: HardwareProfile,
+    link: Curve,
+    model: ModelShape,
+    workload: Workload,
+    method: str,
+    *,
+    tp_size: int = 1,
+    plan: str = "auto",
+    weights: bool | Literal["disk"] = False,
+    groups: int = 1,
+    sharers: int = 1,
+    memory_bytes: int | None = None,
+) -> OffloadedStep:
+    """One decoding step, as of `ttit_seconds`, whose layers split their tokens as the engine would.
+
+    plan, groups: as ``megakv.offload.method`` and ``num_gpu_batches``.
+    weights: as ``megakv.offload.weights``: whether the layers' weights come over the link too, and from where.
+    memory_bytes: of the host, for a rank's rows: those beyond lie on disk. None: there is room for all.
+    Raises ValueError where rows, or weights, would lie on a disk that the profile does not know.
+    """
+    layers, groups = len(model.layers), min(groups, len(workload.new))
+    device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
+    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s, sharers=sharers)
+    disk = (profile.disk_bandwidth or 0.0) / sharers if weights == "disk" else None
+    sent = weight_times(link, model, tp_size=tp_size, disk_bytes_s=disk) if weights else RESIDENT
+    planned = costs.with_weights(sent, groups)
+    # With a disk, windows are not looked at: the first tokens, which they leave out, are those in memory.
+    seen = seen_tokens(model, workload) if memory_bytes is None else workload.total
+    tokens = -(-seen // (workload.size * groups))
+    placements: list[tuple[Placement, ...]] = [()]
+    if memory_bytes is not None:
+        placements = placements_of(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
+    if profile.disk_bandwidth is None:
+        placements = [each for each in placements if not any(placement.on_disk for placement in each)]
+    if not placements:
+        raise ValueError(
+            f"{(memory_bytes or 0) / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has no "
+            "disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
+        )
+    ways = (way for each in placements for way in layer_ways(costs, group_costs(planned, tokens, each), plan))
+    steps = (OffloadedStep(step_seconds([times] * groups, layers, sent), times, split, sent) for times, split in ways)
+    return min(steps, key=lambda step: step.seconds)
+
+
+def layer_ways(costs: LayerCosts, group: GroupCosts, plan: str = "auto") -> Iterator[tuple[StepTimes, Split]]:
+    """What a layer takes, and how its tokens are split, by every method of a plan that can; or streaming them all."""
+    for way in methods_of(plan).values():
+        split = way.split(group) or METHODS["stream"].split(group)
+        assert split is not None
+        yield layer_times(replace(group, layer=costs), split), split
+
+
+def group_costs(costs: LayerCosts, tokens: int, placements: Sequence[Placement] = ()) -> GroupCosts:
+    """A group of tokens, all of which have activations unless `placements` say which do and lie where."""
+    inputs, host = (
+        (sum(each.inputs for each in placements), sum(each.rows_in_memory for each in placements))
+        if placements
+        else (tokens, tokens)
+    )
+    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, placements=tuple(placements))
+
+
+def seen_tokens(model: ModelShape, workload: Workload) -> int:
+    """Tokens of all sequences that a decoding step sees in a layer, a mean over layers: windows leave some out."""
+    held = [new + cached for new, cached in zip(workload.new, workload.cached, strict=True)]
+    seen = (min(count, layer.window or count) for layer in model.layers for count in held)
+    return -(-sum(seen) // len(model.layers))
+
+
+def placements_of(
+    model: ModelShape, tokens: int, share_bytes: float, *, plan: str = "auto", tp_size: int = 1
+) -> list[tuple[Placement, ...]]:
+    """Where a layer's rows may lie, beyond its share of host memory on disk; all taken to be of one sequence."""
+    row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.input_bytes
+    recomputing = any(each.recomputes for each in methods_of(plan).values())
+    # `auto` leaves activations out where keys and values are the better use of the memory.
+    kept = {inputs if recomputing and may_pay(inputs, row) else 0, *([0] if plan == AUTO else [])}
+    return [placed([tokens], share_bytes, row_bytes=row, input_bytes=each) for each in sorted(kept)]
+
+
+def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
+    """Bytes of one layer's weights on one rank, a mean over layers."""
+    return (model.weight_bytes - model.embedding * model.element_bytes) // (len(model.layers) * tp_size)
+
+
+def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1, disk_bytes_s: float | None = None) -> WeightTimes:
+    """Seconds of sending a layer's weights, those of keys and values, and the others: from host memory, or a disk.
+
+    Raises ValueError where the disk's bandwidth is not known, 0.
+    """
+    shape = model.attention(tp_size=tp_size)
+    # Those of latents are expanded by further weights.
+    keys = model.hidden * shape.kv_row_bytes + shape.expansion * model.element_bytes
+    if disk_bytes_s == 0:
+        raise ValueError("megakv.offload.weights = 'disk': the profile has no disk_bandwidth; add it to the profile")
+    parts = keys, layer_weight_bytes(model, tp_size=tp_size) - keys
+    return WeightTimes(*(max(link.at(part), part / disk_bytes_s if disk_bytes_s else 0.0) for part in parts))
+
+
+def moved_seconds(link: Curve, model: ModelShape, tokens: int, *, tp_size: int = 1, weights: bool = False) -> float:
+    """Seconds that the link takes while a prompt is read: keys and values go out, layer by layer, weights come in."""
+    out = link.at(tokens * model.attention(tp_size=tp_size).kv_row_bytes)
+    into = link.at(layer_weight_bytes(model, tp_size=tp_size)) if weights else 0.0
+    return len(model.layers) * max(out, into)
+
+
+def recomputes(model: ModelShape, *, tp_size: int = 1) -> bool:
+    """Whether a token's activations are smaller than its keys and values: else recomputing them cannot pay."""
+    return may_pay(model.input_bytes, model.attention(tp_size=tp_size).kv_row_bytes)
