@@ -21,6 +21,8 @@ PIECE_LETTERS = 1 << 16
 NO_LIMIT = 1 << 62
 BYTES_OF_A_LETTER = 6
 """A letter may be written as \\uXXXX."""
+MOST_LISTS = 2
+"""Prompts of a whole context that one body may give as tokens; shorter ones may be more."""
 UNKNOWN_CONTEXT = 1 << 20
 """Tokens taken for the context of a model that names none."""
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -40,14 +42,16 @@ class BodyLimits:
 
     @classmethod
     def of(cls, context: int | None, longest_token: int, prompts: int, *, numbers: bool) -> BodyLimits:
-        """Room for so many prompts, each with the letters of a token, or a number where it may be, at every position.
+        """Room for so many prompts, each with the letters of a token at every position; of `numbers`, where tokens may
+        be given, for two such prompts.
 
-        Lists of numbers become arrays. Other values are objects, of which few may come where streams are written.
+        A number is a Python object until its list is an array, some five times what it takes in the body. Other values
+        stay objects, of which few may come where streams are written.
         """
         context = context or UNKNOWN_CONTEXT
         tokens = prompts * context
         letters = LEAST_LETTERS + tokens * longest_token * BYTES_OF_A_LETTER
-        return cls(LEAST_VALUES + (tokens if numbers else 0), letters, context)
+        return cls(LEAST_VALUES + (min(prompts, MOST_LISTS) * context if numbers else 0), letters, context)
 
 
 class BodyScanner:
