@@ -42,15 +42,11 @@ class BodyLimits:
 
     @classmethod
     def of(cls, context: int | None, longest_token: int, prompts: int, *, numbers: bool) -> BodyLimits:
-        """Room for so many prompts, each with the letters of a token at every position; of `numbers`, where tokens may
-        be given, for two such prompts.
-
-        A number is a Python object until its list is an array, some five times what it takes in the body. Other values
-        stay objects, of which few may come where streams are written.
+        """Room for so many prompts, each with the letters of a token at every position, and where `numbers` may be
+        given, for two with those: a number is an object until its list is an array, five times its bytes in the body.
         """
         context = context or UNKNOWN_CONTEXT
-        tokens = prompts * context
-        letters = LEAST_LETTERS + tokens * longest_token * BYTES_OF_A_LETTER
+        letters = LEAST_LETTERS + prompts * context * longest_token * BYTES_OF_A_LETTER
         return cls(LEAST_VALUES + (min(prompts, MOST_LISTS) * context if numbers else 0), letters, context)
 
 
