@@ -1,8 +1,8 @@
 """A process that forks one for each long piece of work: it has the tokenizer and one thread, so that a fork is cheap.
 
 ``python -m megakv.serving.http.prompt_process CONTROL READER``: CONTROL is a socket over which connections come,
-READER a file with the `PromptReader`. Over each connection the fork sends its process id, takes a piece of work and
-sends what it comes to. All of them end when the control's other end does.
+READER a file with the `PromptReader`. Over each connection comes the fork's process id, however far the fork is; then
+the fork takes a piece of work and sends what it comes to. All of them end when the control's other end does.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import traceback
+from contextlib import suppress
 from typing import Any
 
 from megakv.serving.http import response_schemas  # noqa: F401 - bodies of all kinds are there before the first fork
@@ -39,17 +40,18 @@ def main() -> None:
         if not said:
             # Of this process and its forks, which are a group.
             os.killpg(0, signal.SIGKILL)
-        if os.fork() == 0:
-            control.close()
-            _work(socket.socket(fileno=connections[0]), reader)
-        os.close(connections[0])
+        with socket.socket(fileno=connections[0]) as link, suppress(ConnectionError):
+            fork = os.fork()
+            if fork == 0:
+                control.close()
+                _work(link, reader)
+            link.sendall(fork.to_bytes(LENGTH_BYTES))
 
 
 def _work(link: socket.socket, reader: PromptReader) -> None:
     """Do one piece of work, and end."""
     os.nice(NICENESS)
     try:
-        link.sendall(os.getpid().to_bytes(LENGTH_BYTES))
         name, values = pickle.loads(_receive(link))
         if content := _receive(link):
             values = (*values, content)

@@ -149,7 +149,11 @@ class _Processes:
             ours.setblocking(False)
             with theirs:
                 socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-            process = os.pidfd_open(int.from_bytes(await _received(ours, LENGTH_BYTES)))
+            fork = int.from_bytes(await _received(ours, LENGTH_BYTES))
+            try:
+                process = os.pidfd_open(fork)
+            except ProcessLookupError:
+                raise _ended() from None
             try:
                 for parts in ([pickle.dumps((name, values), pickle.HIGHEST_PROTOCOL)], content):
                     await loop.sock_sendall(ours, sum(map(len, parts)).to_bytes(LENGTH_BYTES))
@@ -182,8 +186,10 @@ async def _received(link: socket.socket, length: int) -> bytearray:
     while view:
         count = await asyncio.get_running_loop().sock_recv_into(link, view)
         if not count:
-            raise unavailable(
-                "the process that reads long requests was ended before it had read this one; send it again"
-            )
+            raise _ended()
         view = view[count:]
     return content
+
+
+def _ended() -> ApiError:
+    return unavailable("the process that reads long requests was ended before it had read this one; send it again")
