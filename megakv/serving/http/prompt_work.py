@@ -15,13 +15,13 @@ import sys
 import tempfile
 import threading
 from array import array
-from collections.abc import Callable
+from collections import deque
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from megakv.serving.http.errors import ApiError, unavailable
-from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_process import LENGTH_BYTES
 from megakv.serving.http.prompt_reader import PromptReader, letters_of
 from megakv.serving.http.schemas import Body, ChatBody, CompletionBody
@@ -82,11 +82,9 @@ class PromptWork:
         async with self._short.place(user):
             return await asyncio.get_running_loop().run_in_executor(self._threads, work, *values)
 
-    async def _in_process(
-        self, user: str, name: str, values: tuple[Any, ...], content: list[bytes] | None = None
-    ) -> Any:
+    async def _in_process(self, user: str, name: str, values: tuple[Any, ...], content: list[bytes]) -> Any:
         async with self._long.place(user):
-            return await self._processes.run(name, values, [] if content is None else content)
+            return await self._processes.run(name, values, content)
 
 
 class _Processes:
@@ -169,6 +167,48 @@ class _Processes:
         if not right:
             raise ApiError(*found)
         return found
+
+
+class Lane:
+    """So many pieces of work at a time. Users wait in a ring: each has one piece done when it is its turn."""
+
+    def __init__(self, places: int):
+        self._free = places
+        self._ring: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def place(self, user: str) -> AsyncIterator[None]:
+        """Wait for a place, and keep it until the end; whoever is cancelled leaves the line."""
+        if self._free:
+            self._free -= 1
+        else:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._ring.setdefault(user, deque()).append(turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if not turn.cancelled():
+                    self._pass_on()
+                raise
+        try:
+            yield
+        finally:
+            self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Give a place to the next one that still waits, or keep it free."""
+        while self._ring:
+            user = next(iter(self._ring))
+            line = self._ring.pop(user)
+            turn = line.popleft()
+            while line and turn.cancelled():
+                turn = line.popleft()
+            if line:
+                self._ring[user] = line
+            if not turn.cancelled():
+                turn.set_result(None)
+                return
+        self._free += 1
 
 
 async def _apart(prompts: list[array[int]]) -> Prompts:

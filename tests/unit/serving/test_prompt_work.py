@@ -13,9 +13,8 @@ import pytest
 
 from megakv.serving.http.body_limits import LEAST_VALUES, MOST_ARGUMENTS, BodyLimits, BodyScanner
 from megakv.serving.http.errors import ApiError
-from megakv.serving.http.lane import Lane
 from megakv.serving.http.prompt_reader import PIECE_LETTERS, PromptReader
-from megakv.serving.http.prompt_work import PLACES, SHORT, PromptWork
+from megakv.serving.http.prompt_work import PLACES, SHORT, Lane, PromptWork
 from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.schemas import ChatBody, CompletionBody
 from tests.unit.serving.tokenizers import byte_level, random_text
