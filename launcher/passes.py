@@ -28,9 +28,9 @@ class TimedPasses:
         self._best = float("inf")
         self._seen: set[Partition] = set()
 
-    def begin(self, context: int, best: float = float("inf")) -> None:
-        """Warm up for prompts of a length. Rank 0 calls it; the best time known so far may be given."""
-        self._best = best
+    def begin(self, context: int) -> None:
+        """Warm up for prompts of a length. Rank 0 calls it."""
+        self._best = float("inf")
         self._seen.clear()
         try:
             self._order(even(context, self._comm.mesh.cp_size))

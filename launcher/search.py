@@ -7,6 +7,7 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from megakv.launcher.commands.search_partition import (
     add_arguments,
     check_search,
     default_unit,
-    journal_path,
     picture_path,
     read_contexts,
     search_config,
@@ -35,7 +35,6 @@ from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.runahead.chain_search import best_partition
 from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
-from megakv.runahead.journal import JournalFile
 from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from megakv.runahead.table import ChainIdentity, LookupTable, TableEntry, load_table
 
@@ -45,7 +44,7 @@ MOST_PREDICTED = 1000
 
 
 class Desk:
-    """Rank 0's part: it searches, notes and writes."""
+    """Rank 0's part: it searches and writes."""
 
     def __init__(self, arguments: argparse.Namespace, chain: ChainIdentity, shape: ModelShape, passes: TimedPasses):
         self._arguments = arguments
@@ -54,7 +53,6 @@ class Desk:
         self._passes = passes
         self._profile = load_profile(arguments.profile, setting="--profile") if arguments.profile is not None else None
         self._how: dict[str, Any] = {"tp_size": chain.tp, "kv": chain.kv, "chunk_tokens": chain.chunk_tokens}
-        self._journal = JournalFile(journal_path(arguments), chain)
         self._table: LookupTable | None = None
         if Path(arguments.table).exists():
             self._table = load_table(arguments.table, setting="--table")
@@ -81,34 +79,31 @@ class Desk:
             self._table.save(self._arguments.table)
         title = f"Partition search, {self._arguments.model}, {self._chain.ranks} ranks, kv {self._chain.kv}"
         draw_searches(picture_path(self._arguments), results, title=title)
-        self._journal.remove(contexts)
         return results
 
     def _search(self, context: int, name: str) -> SearchResult:
-        known = self._journal.begin(context, self._seeds(context))
-        times = [trial.seconds for trial in known.trials]
-        self._passes.begin(context, min(times, default=float("inf")))
+        self._passes.begin(context)
+        best = math.inf
         with tqdm(desc=name, unit="partition", smoothing=0.1) as bar:
 
             def record(trial: Trial, left: int) -> None:
-                self._journal.add(context, trial)
-                times.append(trial.seconds)
+                nonlocal best
+                best = min(best, trial.seconds)
                 bar.total = bar.n + 1 + left
                 bar.update(1)
-                bar.set_postfix_str(f"best {min(times):.3f} s, stride {trial.stride}")
+                bar.set_postfix_str(f"best {best:.3f} s, stride {trial.stride}")
 
             ranks = self._chain.ranks
             grid = Grid(context, ranks, self._arguments.step or default_unit(context, ranks))
             return PartitionSearch(
                 grid,
                 self._passes.seconds,
-                seeds=known.seeds,
+                seeds=self._seeds(context),
                 predict=self._predictor() if grid.points_around <= MOST_PREDICTED else None,
                 full_grid=self._arguments.full_grid,
                 patience=self._arguments.patience,
                 finalists=FINALISTS,
                 rounds=ROUNDS,
-                known=known.trials,
                 record=record,
             ).run()
 

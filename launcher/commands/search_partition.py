@@ -46,10 +46,7 @@ def run(arguments: argparse.Namespace) -> None:
         ranks = config.cp_size * config.tp_size
         start_ranks("megakv.launcher.search", command_line(arguments), ranks=ranks, threads=arguments.threads)
     except KeyboardInterrupt:
-        print(
-            f"megakv: stopped; what was measured is in {journal_path(arguments)}: the same command goes on from there",
-            file=sys.stderr,
-        )
+        print(f"megakv: stopped; {arguments.table} has the lengths that were finished, if any", file=sys.stderr)
         raise
 
 
@@ -129,11 +126,6 @@ def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
 def picture_path(arguments: argparse.Namespace) -> str:
     """Where the picture goes."""
     return arguments.png or str(Path(arguments.table).with_suffix(".png"))
-
-
-def journal_path(arguments: argparse.Namespace) -> str:
-    """Where measurements are kept until the search is finished."""
-    return f"{arguments.table}.journal"
 
 
 def default_unit(context: int, size: int) -> int:

@@ -65,7 +65,7 @@ class PartitionSearch:
     """One search; `run` it once."""
 
     grid: Grid
-    # Seconds of a partition. It is called once per partition and round, never for one that is `known`.
+    # Seconds of a partition. It is called once per partition and round.
     evaluate: Callable[[Partition], float]
     # Where the best is expected: of a cost model, of neighbouring prompts. They are measured as they are, on the grid
     # or not, also with empty parts.
@@ -79,13 +79,10 @@ class PartitionSearch:
     # Without rounds times are taken as exact; with them the best is also measured again after every level.
     finalists: int = 0
     rounds: int = 0
-    # Of an earlier run of the same search that was stopped: it is followed without measuring.
-    known: Iterable[Trial] = ()
     # Called after each measurement with its trial and about how many are still to come.
     record: Callable[[Trial, int], None] | None = None
 
     def __post_init__(self) -> None:
-        self._known = {(trial.partition, trial.round): trial.seconds for trial in self.known}
         self._trials: list[Trial] = []
         self._times: dict[Partition, list[float]] = {}
         self._worth: dict[Partition, float] = {}
@@ -196,16 +193,13 @@ class PartitionSearch:
     def _add(self, partition: Partition, stride: int, left: int) -> None:
         """Measure a partition, once more if it was measured before."""
         times = self._times.setdefault(partition, [])
-        seconds = self._known.get((partition, len(times)))
-        measured = seconds is None
-        if seconds is None:
-            seconds = float(self.evaluate(partition))
+        seconds = float(self.evaluate(partition))
         if not 0 < seconds < math.inf:
             raise ValueError(f"partition {partition} took {seconds} seconds: a positive time was expected")
         trial = Trial(partition=partition, seconds=seconds, stride=stride, round=len(times))
         times.append(seconds)
         self._trials.append(trial)
-        if measured and self.record is not None:
+        if self.record is not None:
             self.record(trial, left)
 
     def _judge(self, stride: int) -> None:

@@ -1,4 +1,4 @@
-"""The search finds what measuring everything finds, in a fraction of the evaluations, and can be stopped anywhere."""
+"""The search finds what measuring everything finds, in a fraction of the evaluations."""
 
 import math
 import random
@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megakv.base.partition import Partition, even
+from megakv.base.partition import even
 from megakv.runahead.grid import Grid
-from megakv.runahead.search import PartitionSearch, SearchResult, Trial
-from tests.unit.runahead.chains import Counter, SimulatedChain, all_partitions
+from megakv.runahead.search import PartitionSearch, SearchResult
+from tests.unit.runahead.chains import SimulatedChain, all_partitions
 
 PAPER = Grid(96, 4, 2)
 EVERY = all_partitions(96, 4, 2)
@@ -153,60 +153,6 @@ def test_what_was_slower_than_even_at_the_end_is_not_chosen() -> None:
         assert any(mine <= others for mine, others in zip(best, first, strict=True))
         assert (result.seconds, result.even_seconds) == (best[1], first[1])
         assert result.evaluations <= 1 + 32 * 3 + 6, "it ends all the same"
-
-
-class StoppedError(Exception):
-    """As Ctrl-C."""
-
-
-class Bench:
-    """Noisy measurements that are stopped after some, and the journal that outlives them."""
-
-    def __init__(self, ask: Counter, rng: random.Random):
-        self._ask = ask
-        self._rng = rng
-        self.journal: list[Trial] = []
-        self._left = 0
-
-    def _evaluate(self, partition: Partition) -> float:
-        if self._left == 0:
-            raise StoppedError
-        self._left -= 1
-        return self._ask(partition)
-
-    def run(self, most: int, *, full_grid: bool) -> SearchResult:
-        """One run of the search, stopped after up to `most` measurements."""
-        self._left = self._rng.randint(1, most)
-        known = {(trial.partition, trial.round) for trial in self.journal}
-
-        def note(trial: Trial, _: int) -> None:
-            if (trial.partition, trial.round) not in known:
-                self.journal.append(trial)
-
-        options = {"full_grid": full_grid, "finalists": 2, "rounds": 2}
-        return PartitionSearch(PAPER, self._evaluate, known=tuple(self.journal), record=note, **options).run()
-
-
-@pytest.mark.parametrize("full_grid", [False, True])
-def test_a_stopped_search_goes_on_where_it_was(full_grid: bool) -> None:
-    rng = random.Random(random.getrandbits(32))
-    ask = SimulatedChain.any(96, rng).evaluator(0.02, rng)
-    bench = Bench(ask, rng)
-    stops = 0
-    while True:
-        try:
-            result = bench.run(200 if full_grid else 10, full_grid=full_grid)
-            break
-        except StoppedError:
-            stops += 1
-    assert stops > 1
-    # Nothing was measured twice, and the same measurements without a stop lead to the same end.
-    assert list(result.trials) == bench.journal and len(ask.asked) == len(bench.journal)
-    times = {(trial.partition, trial.round): trial.seconds for trial in bench.journal}
-    again = PartitionSearch(
-        PAPER, lambda _: 1 / 0, full_grid=full_grid, finalists=2, rounds=2, known=bench.journal
-    ).run()
-    assert again == result and len(times) == len(bench.journal)
 
 
 def test_what_is_left_is_estimated() -> None:
