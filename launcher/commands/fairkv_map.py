@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--split", choices=("even", "free"), default="free", help="how replicas share a head")
     parser.add_argument(
         "--objective",
-        choices=("time", "barrier", "equation4", "algorithm2", "requests"),
+        choices=("time", "barrier", "equation4", "algorithm2"),
         help="time: predicted seconds of a step (default with --hardware); barrier: the slowest rank of every layer "
         "(default without); equation4: the paper's, the largest sum over layers; algorithm2: the paper's listing, the "
         "fullest less the emptiest rank of every layer; requests: the barrier for the profile's single prompts, each "

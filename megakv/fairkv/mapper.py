@@ -55,7 +55,7 @@ def map_heads(
         Extra replicas per layer, at most. None: for the objective ``time`` as many as pay, else none.
     split : {"free", "even"}
         Whether replicas share a head in any way, or equally.
-    objective : {"time", "barrier", "equation4", "algorithm2", "requests"}, optional
+    objective : {"time", "barrier", "equation4", "algorithm2"}, optional
         ``time``, the default with `times`: predicted seconds of a decoding step, in which every head costs its weights
         on each rank that holds it, too; without a cap never slower than contiguous heads, where there are as many as
         ranks, and without copies that do not pay.
@@ -63,7 +63,6 @@ def map_heads(
         all-reduce; what is left of the copies goes where requests unlike the profile need them. ``equation4``: the
         paper's, the largest sum over layers of a rank. ``algorithm2``: what the paper's listing picks by, in every
         layer the smallest difference between the fullest rank and the emptiest; replicas share a head equally.
-        ``requests``: the barrier for the profile's single prompts, each with its own split between replicas.
     times : HeadTimes, optional
         What predicts a step of the model on the machine; with another objective, it is only reported.
     memory_cap : float, optional
@@ -94,16 +93,11 @@ def map_heads(
     memory = _memory(profile, tp_size, times, memory_cap, memory_cap_bytes)
     if memory is not None and head_tokens is not None:
         memory = replace(memory, fixed=head_tokens)
-    if objective == "requests":
-        if profile.prompts is None:
-            raise ValueError("objective = 'requests': the profile has no budgets of single prompts (prompts)")
-        if split != "free":
-            raise ValueError(f"objective = 'requests': split = {split!r} leaves requests nothing to decide; use 'free'")
     if objective == "algorithm2" and split == "free" and copies:
         raise ValueError(
             "objective = 'algorithm2': split = 'free', but Algorithm 2 divides a head's tokens equally; use 'even'"
         )
-    if objective in ("requests", "algorithm2") and memory is not None:
+    if objective == "algorithm2" and memory is not None:
         raise ValueError(f"objective = {objective!r} knows no memory_cap; use objective = 'barrier'")
     budgets = profile.budgets
 
@@ -137,8 +131,8 @@ def map_heads(
             except ValueError:
                 bound = mapped(None)[1]
                 layers, _ = memory.within(lambda cap: map_layers(budgets, limits, split, memory_cap=cap), fallback)
-    if objective in ("barrier", "requests") and split == "free" and memory is None:
-        layers = _placed_for_requests(profile, layers, limits, objective)
+    if objective == "barrier" and split == "free" and memory is None:
+        layers = _placed_for_requests(profile, layers, limits)
     found = balance(layers, budgets, tp_size)
     static = balance(plain, budgets, tp_size)
     return HeadMapping(
@@ -152,7 +146,7 @@ def map_heads(
         memory_cap_bytes=memory_cap_bytes,
         mapping=tuple(by_rank(layer, tp_size) for layer in layers),
         head_tokens=head_tokens,
-        bound=0.0 if objective == "requests" else bound,
+        bound=bound,
         contiguous=static,
         time=None if times is None else step_time(times, layers, budgets),
         identity=profile.identity,
@@ -187,14 +181,13 @@ def _memory(
 
 
 def _placed_for_requests(
-    profile: BudgetProfile, layers: Sequence[LayerMapping], limits: CopyLimits, objective: Objective
+    profile: BudgetProfile, layers: Sequence[LayerMapping], limits: CopyLimits
 ) -> list[LayerMapping]:
-    """Copies that the profile leaves, or for the objective ``requests`` all, where single requests need them."""
-    keep = objective == "barrier"
-    if keep and limits.most(profile.n_kv_heads) < limits.tp_size - 1 or limits.tp_size == 1:
+    """Copies that the profile leaves, where single requests need them."""
+    if limits.most(profile.n_kv_heads) < limits.tp_size - 1 or limits.tp_size == 1:
         return list(layers)
     placed = []
     for number, (layer, row) in enumerate(zip(layers, profile.budgets, strict=True)):
         prompts = [prompt[number] for prompt in profile.prompts or ()]
-        placed.append(place_for_requests(layer, row, prompts or imagined_requests(row), limits, keep_profile=keep))
+        placed.append(place_for_requests(layer, row, prompts or imagined_requests(row), limits))
     return arrange(placed, profile.budgets, limits.tp_size)

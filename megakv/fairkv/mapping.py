@@ -15,7 +15,7 @@ from megakv.weights.placement import HeadGroup, HeadMap, HeadShard
 Load = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Part = Annotated[float, Field(ge=0, le=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Objective = Literal["time", "barrier", "equation4", "algorithm2", "requests"]
+Objective = Literal["time", "barrier", "equation4", "algorithm2"]
 
 LEAST_GAIN = 1e-6
 """A smaller one is rounding: the same loads in another order."""

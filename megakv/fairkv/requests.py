@@ -80,24 +80,19 @@ class _Requests:
 
 
 def place_for_requests(
-    mapping: LayerMapping,
-    weights: Sequence[float],
-    requests: ArrayLike,
-    limits: CopyLimits,
-    *,
-    keep_profile: bool = True,
+    mapping: LayerMapping, weights: Sequence[float], requests: ArrayLike, limits: CopyLimits
 ) -> LayerMapping:
     """Place the replicas of a layer on at most 8 ranks so that requests unlike the profile find those that they need.
 
     `mapping` is the best for the profile's budgets `weights`; `requests` ``[requests, heads]`` are those of single
-    prompts. It is improved by one replica more, then by one elsewhere, until neither helps. With `keep_profile` the
-    slowest rank under the profile's own budgets does not become slower; else those count as little as a request's.
+    prompts. It is improved by one replica more, then by one elsewhere, until neither helps. The slowest rank
+    under the profile's own budgets does not become slower.
     """
     size = limits.tp_size
     if size > MOST_RANKS or sum(weights) <= 0:
         return mapping
     rows = np.vstack([np.asarray(weights, dtype=np.float64), np.asarray(requests, dtype=np.float64)])
-    judge = _Requests(rows, limits, PROFILE_WEIGHT * len(rows) if keep_profile else 1.0)
+    judge = _Requests(rows, limits, PROFILE_WEIGHT * len(rows))
     masks = [mask_of(held) for held in mapping.ranks]
     for _ in range(limits.copies - mapping.copies):
         if (addition := judge.best_addition(masks, range(len(masks)))) is not None:
@@ -110,6 +105,6 @@ def place_for_requests(
         value, masks = reached, changed
     ranks = [[rank for rank in range(size) if mask >> rank & 1] for mask in masks]
     slowest, parts = split_heads(weights, ranks, size)
-    if keep_profile and slowest > max(mapping.loads(weights, size)) * (1 + TOLERANCE):
+    if slowest > max(mapping.loads(weights, size)) * (1 + TOLERANCE):
         return mapping
     return LayerMapping.even(ranks).with_shares(parts)

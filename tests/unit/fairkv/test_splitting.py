@@ -106,11 +106,9 @@ def test_placement_for_requests_within_the_limits() -> None:
         weights = budgets(6)
         limits = CopyLimits(4, 6, max_replicas=2, copied_heads=5)
         first = map_layer(weights, limits).mapping
-        for keep in (True, False):
-            placed = place_for_requests(first, weights, unlike(weights, 5), limits, keep_profile=keep)
-            assert limits.allow([len(held) for held in placed.ranks])
-            assert {rank for held in placed.ranks for rank in held} == set(range(4))
-            if keep:
-                assert max(placed.loads(weights, 4)) <= max(first.loads(weights, 4)) * (1 + 1e-6)
+        placed = place_for_requests(first, weights, unlike(weights, 5), limits)
+        assert limits.allow([len(held) for held in placed.ranks])
+        assert {rank for held in placed.ranks for rank in held} == set(range(4))
+        assert max(placed.loads(weights, 4)) <= max(first.loads(weights, 4)) * (1 + 1e-6)
     nothing = map_layer([0.0] * 6, limits).mapping
     assert place_for_requests(nothing, [0.0] * 6, np.zeros((2, 6)), limits) == nothing
