@@ -3,6 +3,8 @@
 import resource
 import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import pytest
@@ -41,6 +43,28 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     said("setup.py", "-q", "build_py", "--build-lib", folder)
     return folder
+
+
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_a_wheel_brings_its_kernels(tmp_path: Path) -> None:
+    """Installed beside the same libraries where there is no compiler, it reads with kernels of its own."""
+    said("-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, ROOT)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env/bin/python"
+    (libraries,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    (libraries / "libraries.pth").write_text(sysconfig.get_path("purelib"))
+    environ = {"PATH": str(python.parent), "HOME": str(tmp_path), "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    loads = "from megakv.base.library import library; print(library('prefill'), library('step'))"
+    (tmp_path / "prompt").write_text("aa")
+    run = ["run", ROOT / "recipes/passkey/model", *"--prompt-file prompt --max-new-tokens 2 --dtype fp32".split()]
+    for words in (["-m", "pip", "install", "-q", "--no-deps", wheel], ["-c", loads], ["-m", "megakv", *run]):
+        done = subprocess.run([python, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        if words[0] == "-c":
+            assert all(name.startswith(str(libraries)) for name in done.stdout.split()), done.stdout
+    assert not any((tmp_path / "extensions").glob("**/*.so"))
 
 
 def test_engines_and_commands_do_without_a_server() -> None:
