@@ -29,7 +29,7 @@ class BuildKernels(build_ext):
 setup(
     packages=[*find_packages(include=["megakv", "megakv.*"]), "megakv.launcher", "megakv.launcher.commands"],
     package_dir={"megakv.launcher": "launcher"},
-    package_data={"megakv": ["py.typed", "csrc/*"], "megakv.serving.http": ["*.html"]},
+    package_data={"megakv": ["py.typed", "csrc/*"], "megakv.serving.http": ["*.html"], "megakv.tracking": ["*.html"]},
     # Named so that a wheel is for one platform; no module of Python is made.
     ext_modules=[Extension("megakv.csrc.built", sources=[], optional=True)],
     cmdclass={"build_ext": BuildKernels},

@@ -13,8 +13,7 @@ from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile
 from megakv.launcher.commands.fairkv import RESULT
 from megakv.tracking.files import write_whole
-from megakv.tracking.html import picture, text
-from megakv.tracking.page import page
+from megakv.tracking.page import Picture, page
 from megakv.tracking.report import RunReport, report_to_json
 
 
@@ -46,10 +45,10 @@ class MappingFolder:
         """Reports, and one page about all: first the result in a sentence, and the pictures."""
         for name, report in runs:
             write_whole(self._at(f"report, {name}", f"{name}.json"), report_to_json(report).encode())
-        parts = [
-            f"<p>{text(sentence)}</p>",
-            picture(partial(draw_mapping, mapping), "loads of ranks, contiguous and mapped"),
-            picture(partial(draw_profile, profile), "tokens kept by KV heads"),
+        parts: list[str | Picture] = [
+            sentence,
+            Picture.of(partial(draw_mapping, mapping), "loads of ranks, contiguous and mapped"),
+            Picture.of(partial(draw_profile, profile), "tokens kept by KV heads"),
         ]
         write_whole(self._at("page", "page.html"), page(runs, parts).encode())
 

@@ -145,24 +145,11 @@ class ServingLoop:
             leader = self._leader
             counts = Counts() if leader is None else leader.counts
             held = {} if leader is None else dict(leader.tree.held)
-            waiting = self._inbox.waiting
-            running = 0 if leader is None else len(leader.running)
             return ServingStats(
+                **counts.counts(),
                 state=self._inbox.state,
-                waiting=waiting,
-                running=running,
-                requests=counts.requests,
-                cancelled=counts.cancelled,
-                failed=counts.failed,
-                preempted=counts.preempted,
-                compressed=counts.compressed,
-                passes=counts.passes,
-                prompt_tokens=counts.prompt_tokens,
-                hit_tokens=counts.hit_tokens,
-                computed_tokens=counts.computed_tokens,
-                new_tokens=counts.new_tokens,
-                waiting_max=counts.waiting_max,
-                running_max=counts.running_max,
+                waiting=self._inbox.waiting,
+                running=0 if leader is None else len(leader.running),
                 kv_tokens=held,
                 kv_capacity={
                     "device": self._first.kv.tokens,
@@ -171,8 +158,8 @@ class ServingLoop:
                 },
                 kv_bytes={tier: tokens * self._first.kv.token_bytes for tier, tokens in held.items()},
                 memory_bytes=self._memory,
-                ttft_s=tuple(counts.ttft_s),
-                token_s=tuple(counts.token_s),
+                ttft_s=list(counts.ttft_s),
+                token_s=list(counts.token_s),
             )
 
     def documents(self) -> list[Document]:

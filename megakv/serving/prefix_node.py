@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megakv.serving.plan import StoredPart
-from megakv.serving.stats import Document, Tier
+from megakv.serving.stats import Document
+from megakv.tracking.served import Tier
 
 Tokens = NDArray[np.int32]
 BEGINNING = 256

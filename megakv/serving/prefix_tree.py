@@ -19,7 +19,7 @@ import numpy as np
 
 from megakv.serving.plan import Command, Drop, Erase, Keep, Load, Move, Split, StoredPart, Write
 from megakv.serving.prefix_node import FoundPrefix, Node, StoredFiles, Tokens, common, walk
-from megakv.serving.stats import Tier
+from megakv.tracking.served import Tier
 
 
 class PrefixTree:

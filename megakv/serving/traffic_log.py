@@ -65,24 +65,4 @@ class TrafficLog:
         self._step += 1
 
     def _traffic(self, stats: ServingStats) -> ServedTraffic:
-        return ServedTraffic(
-            seconds=time.monotonic() - self._began,
-            requests=stats.requests,
-            cancelled=stats.cancelled,
-            failed=stats.failed,
-            preempted=stats.preempted,
-            compressed=stats.compressed,
-            passes=stats.passes,
-            prompt_tokens=stats.prompt_tokens,
-            hit_tokens=stats.hit_tokens,
-            computed_tokens=stats.computed_tokens,
-            new_tokens=stats.new_tokens,
-            waiting_max=stats.waiting_max,
-            running_max=stats.running_max,
-            ttft_s=list(stats.ttft_s),
-            token_s=list(stats.token_s),
-            kv_tokens=dict(stats.kv_tokens),
-            kv_capacity=dict(stats.kv_capacity),
-            kv_bytes=dict(stats.kv_bytes),
-            moments=list(self._moments),
-        )
+        return ServedTraffic(**stats.values(), seconds=time.monotonic() - self._began, moments=list(self._moments))

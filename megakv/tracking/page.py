@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib.resources import files
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from jinja2 import Environment, StrictUndefined
+
+from megakv.tracking.files import BLUE, ORANGE, PALE, RED, drawn
 from megakv.tracking.glossary import glossary
-from megakv.tracking.html import document, facts, folded, metrics, picture, seconds_chart, table, text
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.overview import overview, served
 from megakv.tracking.report import RunReport, load_report
-from megakv.tracking.tables import comparison, rank_seconds, report_tables
+from megakv.tracking.tables import Table, comparison, rank_seconds, report_tables
 from megakv.tracking.timeline import default_end, draw_timelines, drawn_part, has_events
-from megakv.tracking.units import duration, shown
+from megakv.tracking.units import Cell, duration, shown, title
 
 MOST_RUNS = 16
 MOST_JSON = 100_000
 """Letters of a configuration that are shown."""
+MOST_ROWS = 512
+"""Rows of a table that are shown; a page is for people."""
+MOST_BARS = 64
+MOST_LETTERS = 2000
+BARS = ("tokens", "kv_bytes", "kept_tokens", "busy_rate")
+"""Columns whose balance between ranks is drawn."""
+KINDS = {
+    "compute_s": "compute",
+    "exposed_s": "exposed communication",
+    "other_s": "other",
+    "hidden_s": "hidden communication",
+}
+FOLDED = ("offload_steps", "served_moments")
 TITLES = {
     "served": "Served: keys and values by tier",
     "served_moments": "Served: queue, tokens and memory over time",
@@ -32,6 +50,18 @@ TITLES = {
     "offload_steps": "Offloaded keys and values, pass by pass",
     "balance": "KV heads (FairKV)",
 }
+
+
+class Picture(NamedTuple):
+    """A picture and its words."""
+
+    described: str
+    data: str  # A PNG in base64.
+
+    @classmethod
+    def of(cls, draw: Callable[[io.BytesIO], None], described: str) -> Picture:
+        """What `draw` draws."""
+        return cls(described, base64.b64encode(drawn(draw)).decode())
 
 
 def read_runs(paths: Sequence[str | Path]) -> list[tuple[str, RunReport]]:
@@ -45,80 +75,99 @@ def read_runs(paths: Sequence[str | Path]) -> list[tuple[str, RunReport]]:
     return list(runs.items())
 
 
-def page(runs: Sequence[tuple[str, RunReport]], preface: Sequence[str] = ()) -> str:
-    """The HTML of one run or several; ratios are to the first, and HTML to begin with may be given."""
+def page(runs: Sequence[tuple[str, RunReport]], preface: Sequence[str | Picture] = ()) -> str:
+    """The HTML of one run or several; ratios are to the first. Sentences and pictures to begin with may be given."""
     names, reports = [name for name, _ in runs], [report for _, report in runs]
-    parts = [*preface, facts({name: overview(report) for name, report in runs})]
-    measured = metrics(comparison(reports, names), len(runs))
-    drawn = [(name, report) for name, report in runs if has_events(report)]
-    if len(runs) > 1:
-        if len(drawn) > 1:
-            parts += ["<h2>Timelines on one axis of time</h2>", _timelines(drawn)]
-        charts = {name: rank_seconds(report) for name, report in runs}
-        parts += ["<h2>Compute and communication of every rank, on one axis</h2>", seconds_chart(charts)]
-        parts += [f"<h2>Metrics</h2>{measured}"]
-    for name, report in runs:
-        parts += [f"<h2>{text(name)}</h2>"] * (len(runs) > 1) + [_run(name, report)]
-    if len(runs) == 1:
-        parts.append(f"<details><summary>Metrics</summary>{measured}</details>")
-    terms = glossary(re.sub(r"<pre>.*?</pre>|<[^>]*>", " ", "".join(parts), flags=re.DOTALL))
-    lines = "".join(f"<dt>{text(term)}</dt><dd>{text(meaning)}</dd>" for term, meaning in terms.items())
-    parts.append(f"<h2>Terms</h2><dl>{lines}</dl>")
-    return document("Runs of MegaKV" if len(runs) > 1 else f"Run {names[0]} of MegaKV", parts)
+    recorded = [(name, report) for name, report in runs if has_events(report)]
+    template = _environment().from_string(files("megakv.tracking").joinpath("page.html").read_text())
+    render = partial(
+        template.render,
+        heading="Runs of MegaKV" if len(runs) > 1 else f"Run {names[0]} of MegaKV",
+        preface=preface,
+        overviews={name: overview(report) for name, report in runs},
+        timeline=_timelines(recorded) if len(runs) > 1 and len(recorded) > 1 else None,
+        charts=_chart({name: rank_seconds(report) for name, report in runs}),
+        compared=comparison(reports, names),
+        runs=[_run(name, report) for name, report in runs],
+    )
+    # Which words are to be explained is seen in the page without them.
+    said = re.sub(r"<style>.*?</style>|<pre>.*?</pre>|<[^>]*>", " ", render(terms={}), flags=re.DOTALL)
+    return render(terms=glossary(said))
 
 
-def _run(name: str, report: RunReport) -> str:
-    parts = [_answers(report)] if report.answers else []
-    if report.served is not None:
-        parts += ["<h3>Served</h3>", facts({name: served(report.served)})]
-    parts += ["<h3>Compute and communication of every rank</h3>", seconds_chart({name: rank_seconds(report)})]
-    if has_events(report):
-        parts += ["<h3>Timeline</h3>", _timelines([(name, report)])]
-    for key, values in report_tables(report).items():
-        content = table(values)
-        if key in ("offload_steps", "served_moments"):
-            parts.append(f"<details><summary>{TITLES[key]}</summary>{content}</details>")
-            continue
-        parts.append(f"<h3>{TITLES[key]}</h3>{content}")
-        if key == "offload":
-            described = "Split points, bytes, utilisation and times, pass by pass"
-            parts.append(picture(partial(draw_offload, report), described))
-        if key == "balance" and report.balance is not None:
-            balance = report.balance
-            used = (balance.mapped_utilisation, balance.kept_utilisation, balance.utilisation)
-            promised, kept, measured = (shown("utilisation", value) for value in used)
-            parts.append(
-                f"<p>Utilisation: promised {promised}, of kept tokens {kept}, of time in attention {measured}. "
-                f"Mapping: {text(balance.mapping or 'none')}</p>"
-            )
+def _environment() -> Environment:
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.filters |= {
+        "cut": lambda value: value if len(value) <= MOST_LETTERS else f"{value[:MOST_LETTERS]} ...",
+        "duration": duration,
+        "facts": lambda columns: dict.fromkeys(name for values in columns.values() for name in values),
+        "shown": lambda value, name: shown(name, value),
+        "tops": _tops,
+        "words": title,
+    }
+    colours = {"blue": BLUE, "orange": ORANGE, "pale": PALE, "red": RED}
+    environment.globals |= {"colours": colours, "kinds": KINDS, "titles": TITLES, "folded": FOLDED}
+    environment.globals |= {"most_rows": MOST_ROWS, "most_bars": MOST_BARS}
+    return environment
+
+
+def _tops(values: Table) -> list[Cell]:
+    """The largest number of each column whose numbers are drawn as bars, else 0."""
+    columns = zip(values.columns, zip(*values.rows, strict=True), strict=True)
+    return [
+        max((cell for cell in column if isinstance(cell, int | float)), default=0) if name in BARS else 0
+        for name, column in columns
+    ]
+
+
+def _run(name: str, report: RunReport) -> dict[str, Any]:
     details: dict[str, dict[str, Any]] = {
         "Configuration": report.config,
         "Settings of the job": report.settings,
         "Machine and versions": {"machine": report.machine, "versions": report.versions},
     }
-    for title, said in details.items():
-        if said:
-            parts.append(folded(title, json.dumps(said, indent=2, default=str, ensure_ascii=False)[:MOST_JSON]))
-    return "".join(parts)
+    tables = report_tables(report)
+    described = "Split points, bytes, utilisation and times, pass by pass"
+    return {
+        "name": name,
+        "report": report,
+        "served": None if report.served is None else served(report.served),
+        "chart": _chart({name: rank_seconds(report)}),
+        "timeline": _timelines([(name, report)]) if has_events(report) else None,
+        "tables": tables,
+        "offload": Picture.of(partial(draw_offload, report), described) if "offload" in tables else None,
+        "details": {
+            heading: said and json.dumps(said, indent=2, default=str, ensure_ascii=False)[:MOST_JSON]
+            for heading, said in details.items()
+        },
+    }
 
 
-def _answers(report: RunReport) -> str:
-    """What was asked and said."""
-    parts = ["<h3>Answers</h3>"]
-    for each in report.answers:
-        asked = f"<p>{text(each.question)}</p>" if each.question else ""
-        judged = {True: " (correct)", False: " (WRONG)", None: ""}[each.correct]
-        expected = f"<p>expected: {text(each.expected)}{judged}</p>" if each.expected else ""
-        times = f"TTFT {duration(each.ttft_s)}, TTIT {duration(each.ttit_s)}" if len(report.answers) > 1 else ""
-        expected += f"<p>{times}</p>" * bool(times)
-        parts.append(f'{asked}<div class="answer">{text(each.answer.strip())}</div>{expected}')
-    return "".join(parts)
+def _chart(groups: Mapping[str, Table]) -> dict[str, Any]:
+    """Compute, hidden and exposed communication of every rank, of all runs on one axis that ends at `most` seconds."""
+    rows: list[list[Any]] = [[cell or 0.0 for cell in row] for values in groups.values() for row in values.rows]
+    most = max((max(sum(spent), behind) for _, *spent, behind in rows), default=0.0) or 1.0
+    found = [
+        (name, [_bars(row, most) for row in each.rows[:MOST_BARS]], len(each.rows)) for name, each in groups.items()
+    ]
+    return {"most": most, "groups": found}
 
 
-def _timelines(runs: Sequence[tuple[str, RunReport]]) -> str:
-    order = f"<p>From the top: {text(', '.join(name for name, _ in runs))}.</p>" if len(runs) > 1 else ""
-    reports = [report for _, report in runs]
-    drawn = picture(partial(draw_timelines, reports), "Compute and communication of every rank")
-    parts = {name: drawn_part(report, max(map(default_end, reports))) for name, report in runs}
-    said = (f"{text(name)}: {part}" if len(runs) > 1 else part for name, part in parts.items() if part)
-    return order + drawn + "".join(f"<p>Drawn: {words}.</p>" for words in said)
+def _bars(row: Sequence[Any], most: float) -> dict[str, Any]:
+    seconds: dict[str, Any] = dict(zip(KINDS, row[1:], strict=True))
+    words = {kind: f"{kind[:-2]} {duration(value)}" for kind, value in seconds.items() if value is not None}
+    if "other_s" in words and (spent := sum(seconds[kind] or 0.0 for kind in KINDS if kind != "hidden_s")):
+        words["exposed_s"] += f" ({seconds['exposed_s'] / spent:.1%} of the time)"
+    bars = {kind: f"{100 * length / most:.2f}" for kind, length in seconds.items() if length}
+    return {"rank": row[0], "bars": bars, "words": ", ".join(words.values())}
+
+
+def _timelines(runs: Sequence[tuple[str, RunReport]]) -> dict[str, Any]:
+    names, reports = [name for name, _ in runs], [report for _, report in runs]
+    end = max(map(default_end, reports))
+    parts = {name: drawn_part(report, end) for name, report in runs}
+    return {
+        "names": names,
+        "picture": Picture.of(partial(draw_timelines, reports), "Compute and communication of every rank"),
+        "parts": [f"{name}: {part}" if len(runs) > 1 else part for name, part in parts.items() if part],
+    }

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from megakv.serving.stats import ServingStats
+from megakv.tracking.served import ServedCounts
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 400.0, 1000.0, 3600.0)
 TOKEN_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
-COUNTS = {
-    "requests": "Answers that have ended, in whatever way",
-    "cancelled": "Answers that were cancelled",
-    "failed": "Answers that failed",
-    "preempted": "Answers that made room for one of higher priority",
-    "compressed": "Answers that asked for compressed caches",
-    "passes": "Forward passes",
-    "prompt_tokens": "Prompt tokens of admitted requests",
-    "hit_tokens": "Of them, those that were found in the prefix store",
-    "computed_tokens": "Prompt tokens that were computed",
-    "new_tokens": "Tokens that were generated",
-}
 TIERS = {
     "kv_tokens": "Tokens whose keys and values lie there",
     "kv_capacity": "Tokens for which there is room",
@@ -40,15 +30,16 @@ class StatsCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """All of them."""
         stats = self._stats()
-        for name, meaning in COUNTS.items():
-            yield CounterMetricFamily(f"megakv_{name}", meaning, value=getattr(stats, name))
+        for each in fields(ServedCounts):
+            family = GaugeMetricFamily if each.name.endswith("_max") else CounterMetricFamily
+            yield family(f"megakv_{each.name}", each.metadata["meaning"], value=getattr(stats, each.name))
         for name in ("waiting", "running"):
             yield GaugeMetricFamily(f"megakv_requests_{name}", f"Requests that are {name}", value=getattr(stats, name))
         for name, meaning in TIERS.items():
-            family = GaugeMetricFamily(f"megakv_{name}", meaning, labels=["tier"])
+            tiers = GaugeMetricFamily(f"megakv_{name}", meaning, labels=["tier"])
             for tier, value in getattr(stats, name).items():
-                family.add_metric([tier], value)
-            yield family
+                tiers.add_metric([tier], value)
+            yield tiers
         memory = GaugeMetricFamily("megakv_memory_bytes", "Memory of a rank's device or process", labels=["rank"])
         for rank, value in enumerate(stats.memory_bytes):
             memory.add_metric([str(rank)], value)

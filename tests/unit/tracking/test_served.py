@@ -27,7 +27,7 @@ def stats(number: int) -> ServingStats:
         waiting_max=9, running_max=7,
         kv_tokens={"device": 4096, "host": 0, "disk": 77}, kv_capacity={"device": 8192, "host": 0, "disk": 100},
         kv_bytes={"device": 1 << 20, "host": 0, "disk": 5}, memory_bytes=(1, 2),
-        ttft_s=tuple(random.uniform(0.1, 5) for _ in range(50)), token_s=(0.01, 0.02),
+        ttft_s=[random.uniform(0.1, 5) for _ in range(50)], token_s=[0.01, 0.02],
     )  # fmt: skip
 
 
