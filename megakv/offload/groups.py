@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
 from megakv.costmodel.context_parallel import Workload
@@ -14,19 +13,11 @@ from megakv.costmodel.shape import ModelShape
 from megakv.offload.times import offloaded_step
 
 Objective = Literal["latency", "throughput"]
-APART = 0.05
-"""Predicted times that differ by no more than this part are not told apart: measurements of a step vary as much."""
 
 
 def group_counts(batch: int) -> list[int]:
     """Numbers of groups that a batch may go through layers in: powers of two, and a group for each sequence."""
     return sorted({batch, *(1 << level for level in range(batch.bit_length()))})
-
-
-def best_groups(seconds: Mapping[int, float]) -> int:
-    """By the predicted seconds of a step in so many groups: the fewest of those not told apart from the fastest."""
-    least = min(seconds.values())
-    return min(count for count, took in seconds.items() if took <= (1 + APART) * least)
 
 
 class BatchRate(NamedTuple):

@@ -106,26 +106,6 @@ class Planner:
             self._latest = key, self._plan(known.whole, found, self._agreed[beyond])
         return self._latest[1]
 
-    def seconds(
-        self,
-        cached: Sequence[int],
-        references: Callable[[], References],
-        groups: Sequence[range],
-        out_of_window: Sequence[int],
-        *,
-        stays: bool,
-        kept: Sequence[tuple[float, float]],
-    ) -> float | None:
-        """What a step is predicted to take in some groups, by the fastest method; None before steps have shown that.
-
-        Arguments are as of `plan`.
-        """
-        known, firsts = references(), tuple(out_of_window)
-        found = self._groups(known, Reach.of(known.whole, seen(cached, firsts), firsts), groups, stays, kept)
-        tokens = sum(group.tokens for group in found) + round(sum(group.kept for group in found))
-        plans = self._plans(found).items() if tokens and self._costs.warmed_up else ()
-        return min((plan.seconds * self._auto.correction(name, tokens) for name, plan in plans), default=None)
-
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
         if self._costs.warmed_up and record.usual:

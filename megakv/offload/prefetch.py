@@ -99,19 +99,6 @@ class Prefetch:
             beyond=beyond,
         )
 
-    def seconds(self, layout: Layout, count: int) -> float | None:
-        """What a step like the pass that was entered is predicted to take in so many groups; None: nothing is known."""
-        assert self._cache is not None
-        store, groups = self._cache.tier(0), groups_of(layout, count)
-        return self._planner.seconds(
-            store.cached_before_step(),
-            partial(self._cache.references, store),
-            groups,
-            self._hidden.in_the_mean(),
-            stays=self._stays,
-            kept=[self._cache.kept(group) for group in groups],
-        )
-
     def begin(self) -> None:
         """Bring the first groups of a pass."""
         for unit in range(min(BUFFERS, self._layers * len(self.groups))):

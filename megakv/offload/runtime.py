@@ -174,8 +174,7 @@ class Offloader:
             # Beams have changed places, say.
             self._planner.ahead = False
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
-        predicted = partial(self._prefetch.seconds, layout)
-        if self.schedule.choose(cache, layout, buffers=self._prefetch.nbytes, seconds=predicted):
+        if self.schedule.choose(cache, layout, buffers=self._prefetch.nbytes):
             entered(groups=self.schedule.count)
             if self.weights is not None:
                 self.weights.share(self.schedule.count)

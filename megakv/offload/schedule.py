@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 from deepspeed.accelerator import get_accelerator
@@ -22,7 +21,7 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout
 from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
-from megakv.offload.groups import BatchRate, best_groups, best_rate, group_counts
+from megakv.offload.groups import BatchRate, best_rate, group_counts
 from megakv.offload.profile import read_profile
 
 ROWS = "row by row"
@@ -72,8 +71,8 @@ def weights_by_objective(
 class GroupSchedule:
     """In how many groups the batch under way goes through layers, and `why`.
 
-    Where the JSON leaves that to throughput, rank 0 decides: before a prompt by what has room, and again while its
-    answer is generated, by predicted seconds of a step, ever more seldom. `tp_size` ranks share a model's heads.
+    Where the JSON leaves that to throughput, rank 0 takes the fewest that have room: before a prompt, and again while
+    its answer is generated, ever more seldom. `tp_size` ranks share a model's heads.
     """
 
     def __init__(self, config: OffloadConfig, model: PreTrainedModel, agreement: Agreement, *, tp_size: int):
@@ -91,17 +90,14 @@ class GroupSchedule:
         """A generation begins."""
         self._steps = 0
 
-    def choose(
-        self, cache: OffloadedCache, layout: Layout, *, buffers: int, seconds: Callable[[int], float | None]
-    ) -> bool:
+    def choose(self, cache: OffloadedCache, layout: Layout, *, buffers: int) -> bool:
         """Before a pass over a cache, on every rank: whether `count` has changed.
 
-        `seconds` predicts a step by its number of groups, None where nothing is known of it; `buffers` are the bytes of
-        those that are there already.
+        `buffers` are the bytes of those that are there already.
         """
         before, single = self.count, is_single(layout)
         number, self._steps = self._steps, self._steps + single
-        # What steps show comes in with them: they are asked before the steps 0, 1, 2, 4, 8 and so on. With context
+        # Rows are more with every step: they are counted before the steps 0, 1, 2, 4, 8 and so on. With context
         # parallelism ranks exchange the rows of a prompt's layer whole.
         if not self.open or (number & (number - 1) if single else layout.size > 1):
             return False
@@ -109,23 +105,18 @@ class GroupSchedule:
         held = new + sum(cache.tier(0).lengths()) + round(cache.kept(range(cache.table.batch))[0])
 
         def decide() -> tuple[int, str]:
-            counts = self._fitting(batch, new, held, single=single, room=accelerator_room() + buffers)
-            predicted = {count: found for count in counts if single and (found := seconds(count)) is not None}
-            if predicted:
-                count = best_groups(predicted)
-                times = ", ".join(f"{1e3 * took:.3g} ms in {groups}" for groups, took in predicted.items())
-                return count, f"{_words(count)}: predicted for a step by groups: {times}"
+            count = self._fitting(batch, new, held, single=single, room=accelerator_room() + buffers)
             why = "has room" if self._shape is not None else "the model's config does not tell its sizes"
-            return counts[0], f"{_words(counts[0])}: {why}; a step is predicted once some have shown what they cost"
+            return count, f"{_words(count)}: {why}"
 
         self.count, self.why = self._agreement.decide(decide) if self._agreement.shared else decide()
         return self.count != before
 
-    def _fitting(self, batch: int, new: int, held: int, *, single: bool, room: int) -> list[int]:
-        """Numbers of groups in which a pass has room; the most where it has none."""
+    def _fitting(self, batch: int, new: int, held: int, *, single: bool, room: int) -> int:
+        """The fewest groups in which a pass has room; the most there can be where it has none."""
         shape, counts = self._shape, group_counts(batch)
         if shape is None:
-            return counts
+            return counts[0]
         row = shape.attention(tp_size=self._tp_size).kv_row_bytes
 
         def nbytes(count: int) -> int:
@@ -134,7 +125,7 @@ class GroupSchedule:
             working = activation_bytes(shape, computed=computed, held=0, row_bytes=row, tp_size=self._tp_size)
             return working + waiting_bytes(shape, waiting) + STAGED_LAYERS * grown_bytes(row * -(-held // count))
 
-        return [count for count in counts if nbytes(count) <= room] or counts[-1:]
+        return next((count for count in counts if nbytes(count) <= room), counts[-1])
 
 
 def _words(count: int) -> str:
