@@ -100,11 +100,13 @@ class ThreadComm:
         self.log.append(("receive", layer))
         return Delivery(self._channels[operation, source, self.mesh.cp_rank], buffer)
 
-    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Any:
+    def shift(
+        self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None, steps: tuple[int, int] = (1, -1)
+    ) -> Any:
         """As `Communicator.shift`."""
-        rank = self.mesh.cp_rank
-        coming = self.post_receive(receive, (rank - 1) % self._size, operation=operation, layer=layer)
-        going = self.send(send, (rank + 1) % self._size, operation=operation, layer=layer)
+        following, previous = ((self.mesh.cp_rank + step) % self._size for step in steps)
+        coming = self.post_receive(receive, previous, operation=operation, layer=layer)
+        going = self.send(send, following, operation=operation, layer=layer)
         return SimpleNamespace(wait=lambda: (coming.wait(), going.wait()))
 
 

@@ -16,14 +16,17 @@ from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
 class Transfer(Protocol):
-    """Sends and receives under way that end together (see `megakv.distributed.comm`)."""
+    """Sends and receives under way that end together: until `wait` returns, leave their buffers alone."""
 
     def count_from_now(self) -> None: ...
     def wait(self) -> None: ...
 
 
 class Ring(Protocol):
-    """What methods use of a `megakv.distributed.comm.Communicator`; destinations are context-parallel ranks."""
+    """What methods use of a `megakv.distributed.comm.Communicator`; destinations are context-parallel ranks.
+
+    Buffers are contiguous, and as large as the other rank's. `operation` is a name of your own: reports count under it.
+    """
 
     @property
     def mesh(self) -> Any:
@@ -33,12 +36,20 @@ class Ring(Protocol):
     def ledger(self) -> Any:
         """Counts what ranks compute: ``with ledger.compute(name, layer)``."""
 
-    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer: ...
-    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer: ...
+    def shift(
+        self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None, steps: tuple[int, int] = (1, -1)
+    ) -> Transfer:
+        """Send to the next rank around the ring, receive from the previous one; by ``(-1, 1)`` the other way."""
+
+    def send(self, buffer: Tensor, destination: int, *, operation: str, layer: int | None) -> Transfer:
+        """Send to rank `rank` - 1 or + 1, which posts a receive: not from the last rank to the first."""
+
     def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer: ...
     def cp_all_gather(
         self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """``[N, ...]`` of all N ranks, whose tensors have one shape."""
+
     def cp_all_to_all(
         self, send: Tensor, send_counts: list[int], receive_counts: list[int], *, operation: str, layer: int | None
     ) -> Tensor: ...
@@ -86,10 +97,10 @@ class AttentionCall:
     """The new tokens on every rank."""
     scoring: Scoring
     kv_heads: int
-    """As is the head dim: of the keys on every rank of the ring."""
+    """K: the same on every rank of the ring, as is `key_dim`."""
     key_dim: int
     value_dim: int
-    """Columns of a head's output: those of values, but for latents."""
+    """Dv, columns of a head's output: those of values, but for latents."""
     store: Store
     """This rank's keys and values of the layer."""
     table: TokenTable
@@ -98,7 +109,10 @@ class AttentionCall:
     compressed: bool = False
     """Whether some of what was cached before was compressed, on whichever rank: that does not travel."""
     narrowed: bool = False
-    """Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for."""
+    """Whether the layer is the last one, and `Layout.wanted` says whose results it is asked for.
+
+    `queries` and `tokens` are those of `q_HLD` either way.
+    """
     pauses: bool = False
     """Whether other passes may come between this layer and the next one: nothing may be on its way then."""
     _parts: list[Part] | None = field(default=None, init=False)
@@ -198,7 +212,8 @@ class AttentionCall:
 AttentionMethod = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 """A way to compute exact attention over tokens that are spread over ranks.
 
-It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries.
+It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries. An engine
+makes one instance, which all layers and passes call, and another for passes within passes.
 """
 
 

@@ -22,7 +22,7 @@ class OneOf:
         """Refuse what is not among them."""
         *names, last = map(repr, self.names())
         if value not in self.names():
-            raise ValueError(f"allowed: {', '.join(names)} or {last}")
+            raise ValueError(f"allowed: {', '.join(names)}, {last}, or what a module of megakv.plugins registers")
         return value
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:

@@ -170,14 +170,16 @@ class Communicator:
 
     # Between neighbours
 
-    def shift(self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None) -> Transfer:
+    def shift(
+        self, send: Tensor, receive: Tensor, *, operation: str, layer: int | None, steps: tuple[int, int] = (1, -1)
+    ) -> Transfer:
         """Start passing a buffer to the next rank of the ring while receiving one from the previous rank.
 
-        Both are contiguous; `receive` has the size of what the previous rank sends.
+        Both are contiguous; `receive` has the size of what is sent to it. `steps` lead, around the ring, to the rank
+        that is sent to and to the one that is received from.
         """
         mesh = self.mesh
-        following = mesh.cp_ranks[(mesh.cp_rank + 1) % mesh.cp_size]
-        previous = mesh.cp_ranks[(mesh.cp_rank - 1) % mesh.cp_size]
+        following, previous = (mesh.cp_ranks[(mesh.cp_rank + step) % mesh.cp_size] for step in steps)
         posted = self.ledger.mark()
         self.ledger.sent(operation, layer, send.nbytes)
         peers = (previous, following)

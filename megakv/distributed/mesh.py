@@ -68,7 +68,7 @@ class Mesh:
         Each edge has its own: NCCL makes the messages of a group one after the other, so that a receive that was posted
         ahead would hold back every later send of the same group.
         """
-        assert abs(neighbour - self.cp_rank) == 1, "only neighbours share an edge"
+        assert abs(neighbour - self.cp_rank) == 1, "send and post_receive reach neighbours alone; shift goes around"
         return self.group("before" if neighbour < self.cp_rank else "behind")
 
     def group(self, name: GroupName) -> dist.ProcessGroup | None:

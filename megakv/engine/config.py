@@ -11,6 +11,7 @@ import torch
 from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator
 
+from megakv.attention.methods import METHODS as ATTENTION
 from megakv.base.json_files import read_json
 from megakv.base.laws import CombinationError, repeated
 from megakv.base.refusals import refusal, shown
@@ -210,6 +211,10 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | Com
             f"megakv.context_parallel.policy = {context.policy!r} needs megakv.context_parallel.{key}: "
             f"a file that megakv {command} --json FILE writes",
         )
+    decode, fairkv = ATTENTION.get(context.decode), config.megakv.fairkv
+    travels = decode is not None and not decode.keys_stay and config.cp_size > 1
+    if travels and (fairkv.budget is not None or fairkv.mapping is not None):
+        yield f"megakv.context_parallel.decode = {context.decode!r} sends keys; megakv.fairkv's stay; allowed: 'auto'"
     yield from _offload_refusals(config.megakv)
 
 

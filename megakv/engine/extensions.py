@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from megakv.attention.method import AttentionMethod
@@ -33,19 +36,26 @@ def register_prefill_method(
     name
         Value in the JSON.
     make
-        Class of the method, or a function that makes one: `megakv.attention.method.AttentionMethod`.
+        Class of the method, or a function without arguments that makes one, once for an engine:
+        `megakv.attention.method.AttentionMethod`.
     contiguous
         Whether its ranks compute consecutive tokens, instead of balanced chunks.
     keys_stay
-        Whether no cached key and value leaves its rank.
+        Whether no cached key and value leaves its rank: queries travel, or every rank has them.
     decode
         Whether it is a value of ``megakv.context_parallel.decode``, too.
 
     Raises
     ------
     ValueError
-        If the name is taken.
+        If the name is taken, or `make` is a method itself.
     """
+    try:
+        signature(make).bind()
+    except TypeError:
+        raise ValueError(
+            f"attention method {name!r}: {make!r} takes arguments; allowed: its class, or lambda: method"
+        ) from None
     ATTENTION.register(name, MethodEntry(make, prefill=True, decode=decode, contiguous=contiguous, keys_stay=keys_stay))
 
 
@@ -95,7 +105,7 @@ def register_policy(model_type: str, policy: Policy) -> None:
 
 
 def import_plugins(modules: object, source: str) -> None:
-    """Import the modules of ``megakv.plugins``, which register what they bring.
+    """Import the modules of ``megakv.plugins``, installed or in the working directory: they register what they bring.
 
     Raises
     ------
@@ -104,11 +114,14 @@ def import_plugins(modules: object, source: str) -> None:
     """
     if not isinstance(modules, list) or not all(isinstance(name, str) for name in modules):
         raise ValueError(f"{source}: megakv.plugins = {modules!r}: allowed: a list of modules, such as ['my_methods']")
+    # Console scripts, and ranks that deepspeed starts, do not look there by themselves. Last: it hides no package.
+    if modules and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
     for name in modules:
         try:
             import_module(name)
         except ImportError as error:
             raise ValueError(
                 f"{source}: megakv.plugins names {name!r}, which cannot be imported on this host: {error}; install it, "
-                "or start the ranks in the folder that it lies in"
+                f"or start in the folder that it lies in, not in {os.getcwd()}"
             ) from error

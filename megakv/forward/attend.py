@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -168,9 +168,10 @@ class LayerAttention:
             name = last_layer_method(name, call)
         self.comm.ledger.attended(name)
         own = name if plan.outer is None else name + WITHIN
-        if own not in self.methods:
-            self.methods[own] = METHODS[name].make()
-        return self.methods[own](call)
+        if own in self.methods:
+            return self.methods[own](call)
+        self.methods[own] = METHODS[name].make()
+        return _checked(name, self.methods[own](call), call)
 
     def _compressed(self, plan: PassPlan, call: AttentionCall, lse_HL: Tensor) -> Mapping[int, Notes]:
         """Compress a turn that ends, or observe one that goes on; returns what was noted of it."""
@@ -208,6 +209,18 @@ class LayerAttention:
         new, cached, ranks = plan.workload.new, plan.workload.cached, plan.workload.size
         dims = latent.rank, latent.key_dim, latent.value_dim
         return None if plan.once(("expands", *dims), lambda: expanding_pays(*dims, new, cached, ranks)) else latent
+
+
+def _checked(name: str, result: Any, call: AttentionCall) -> tuple[Tensor, Tensor]:
+    """What a method returned the first time: its author may be somebody else."""
+    rows = tuple(call.q_HLD.shape[:2])
+    found = [tuple(getattr(each, "shape", ())) for each in result] if isinstance(result, tuple) else []
+    if len(found) != 2 or found[0][:-1] != rows or found[1] != rows:
+        raise ValueError(
+            f"attention method {name!r} returned {found or type(result).__name__}; allowed: outputs and their "
+            f"log-sum-exps, of shapes {[(*rows, call.value_dim), rows]}"
+        )
+    return result
 
 
 def _kept(plan: PassPlan, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
