@@ -256,10 +256,10 @@ class LinearSlices:
         else:
             self._inputs.append((index, inputs))
             self._spare("inputs", *(linear.weight for linear in inputs))
-        output = next(children[name] for name in OUTPUTS if name in children)
-        if self._known([output]):
-            self._outputs.append((index, output))
-            self._spare("outputs", output.weight)
+        output = [children[name] for name in OUTPUTS if name in children][:1]
+        if self._known(output):
+            self._outputs.append((index, output[0]))
+            self._spare("outputs", output[0].weight)
         else:
             self.whole["output projections"] = "they are not plain linears"
 
