@@ -1,7 +1,8 @@
 # Prepares the Python environment of this checkout, once, and activates it: `source scripts/setup.sh` from any bash
-# script. It needs Python 3.11+ (PYTHON=/path/to/python chooses one), a C++ compiler and a package index. The environment
-# is .venv in the checkout. A torch that is already there (in the active virtualenv or conda environment, else in the
-# Python found) is used and never replaced, and neither are the packages beside it; nothing is installed outside .venv.
+# script. It needs Python 3.11+ (PYTHON=/path/to/python chooses one) and a package index. Without a C++ compiler (c++, or
+# CXX) everything works, slower. The environment is .venv in the checkout. A torch that is already there (in the active
+# virtualenv or conda environment, else in the Python found) is used and never replaced, and neither are the packages
+# beside it; nothing is installed outside .venv.
 # `bash scripts/setup.sh` prints the environment's python.
 
 if [ -z "${BASH_VERSION:-}" ]; then
@@ -206,7 +207,7 @@ megakv_build() {
     python=$(megakv_find_python) || return 1
     if ! megakv_has_compiler; then
         megakv_say "no C++ compiler (${CXX:-c++}) on PATH: everything works, prompts and tokens take longer, and so does" \
-            "tensor parallelism on CPU. On Debian and Ubuntu: apt install g++, and delete .venv"
+            "tensor parallelism on CPU. On Debian and Ubuntu: apt install g++; the next start compiles"
     fi
     present=$(megakv_present_torch "$python") || return 1
     rm -rf "$megakv_venv"

@@ -54,7 +54,7 @@ LONG_FILES = (
     "distributed/test_launch.py",
     "unit/offload/test_windows.py",
     "distributed/test_lost_peer.py",
-    "unit/test_tensor_parallel.py",
+    "unit/weights/test_tensor_parallel.py",
     "distributed/test_bad_input.py",
     "unit/benchmarks/test_scaling.py",
     "unit/offload/test_columns.py",
@@ -66,7 +66,7 @@ LONG_FILES = (
     "unit/fairkv/test_memory.py",
     "distributed/test_shared_memory.py",
     "unit/benchmarks/test_decode.py",
-    "unit/test_session_files.py",
+    "unit/engine/test_session_files.py",
     "distributed/test_offload.py",
 )
 

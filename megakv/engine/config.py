@@ -102,6 +102,19 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         fp8 = "; 8-bit weights are megakv.feed_forward = 'fp8'" if str(value).startswith(("fp8", "float8")) else ""
         raise ValueError(f"allowed: 'fp32', 'bf16' or 'fp16', or null for the checkpoint's own{fp8}")
 
+    @field_validator("injection_policy")
+    @classmethod
+    def _names_by_class(cls, policy: dict[Any, Any] | None) -> dict[Any, Any] | None:
+        for kind, given in (policy or {}).items():
+            names = (given,) if isinstance(given, str) else given
+            named = isinstance(names, list | tuple) and names and all(isinstance(n, str) and n for n in names)
+            if not named or not isinstance(kind, str | type):
+                raise ValueError(
+                    "allowed: names of row-parallel linears by class of decoder layer, as in "
+                    "{'LlamaDecoderLayer': ['o_proj', 'down_proj']}"
+                )
+        return policy
+
     @field_serializer("injection_policy")
     def _by_names(self, policy: dict[Any, Any] | None) -> dict[str, Any] | None:
         """Classes have no place in a JSON."""

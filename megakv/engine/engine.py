@@ -16,6 +16,7 @@ from megakv.base.device import on_device, without_autograd
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.agreement import Agreement
+from megakv.distributed.mesh import Mesh
 from megakv.engine.assisted import AssistedModel
 from megakv.engine.candidates import check_candidates, proposes
 from megakv.engine.config import MegaKVConfig
@@ -84,7 +85,7 @@ class MegaKVEngine(InferenceEngine):
         comm = runtime.comm
         self._config, self._runtime, self._comm = config, runtime, comm
         self._name, self._mapping, self._placed = name, mapping, loaded.layers_placed
-        self.mesh, self.mp_group = comm.mesh, comm.mesh.group("tp")
+        self.mp_group = comm.mesh.group("tp")
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
         self.weights_digest = check_same_weights(loaded.contents, comm)
@@ -228,6 +229,11 @@ class MegaKVEngine(InferenceEngine):
                 self._record.disk_io = self._offloader.disk_io
                 self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
             return output
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place among all ranks."""
+        return self._comm.mesh
 
     @property
     def compresses(self) -> bool:

@@ -187,7 +187,6 @@ class LinearSlices:
         self._forwards = {id(forward.linear): forward for forward in linears.forwards}
         self._experts: list[SlicedExperts] = []
         self._parts: dict[int, Part] = {}
-        self._rank, self._size = comm.mesh.cp_rank, comm.mesh.cp_size
         self._spared = dict.fromkeys(("inputs", "outputs", "feed_forward"), 0)
         self._inputs: list[tuple[int, list[Any]]] = []
         self._outputs: list[tuple[int, Any]] = []
@@ -206,7 +205,7 @@ class LinearSlices:
         self.gains = found["feed_forward"]
         if found["inputs"]:
             for index, linears_in in self._inputs:
-                group = GatheredRows(linears_in, comm, "cp", self._rank, self._size, index)
+                group = GatheredRows(linears_in, comm, "cp", comm.mesh.cp_rank, comm.mesh.cp_size, index)
                 self._install(linears_in, group)
         if found["outputs"]:
             for index, linear in self._outputs:
@@ -233,9 +232,10 @@ class LinearSlices:
             return
         self._find_projections(index, attention)
         mixed = any(isinstance(module, nn.ModuleList) for module in layer.modules())
+        rank, size = self._comm.mesh.cp_rank, self._comm.mesh.cp_size
         for inner, module in beside_attention(layer, name):
             try:
-                specs = feed_forward_specs(module, model_type, rows, self._rank, self._size, holds_attention=not inner)
+                specs = feed_forward_specs(module, model_type, rows, rank, size, holds_attention=not inner)
             except ValueError as error:
                 self.whole["feed-forward"] = str(error)
                 continue
@@ -256,10 +256,10 @@ class LinearSlices:
         else:
             self._inputs.append((index, inputs))
             self._spare("inputs", *(linear.weight for linear in inputs))
-        output = next(children[name] for name in OUTPUTS if name in children)
-        if self._known([output]):
-            self._outputs.append((index, output))
-            self._spare("outputs", output.weight)
+        output = [children[name] for name in OUTPUTS if name in children][:1]
+        if self._known(output):
+            self._outputs.append((index, output[0]))
+            self._spare("outputs", output[0].weight)
         else:
             self.whole["output projections"] = "they are not plain linears"
 
@@ -302,17 +302,15 @@ class LinearSlices:
 
     def _columns(self, linear: nn.Linear) -> tuple[int, int]:
         """This rank's run of columns; ranks beyond their number have none."""
-        width = linear.weight.shape[1]
-        if width >= self._size:
-            return split_width(width, self._size, self._rank)
-        return min(self._rank, width), min(self._rank + 1, width)
+        width, rank, size = linear.weight.shape[1], self._comm.mesh.cp_rank, self._comm.mesh.cp_size
+        return split_width(width, size, rank) if width >= size else (min(rank, width), min(rank + 1, width))
 
     def _known(self, linears: Sequence[Any]) -> bool:
         return bool(linears) and all(id(linear) in self._forwards for linear in linears)
 
     def _spare(self, kind: str, *weights: Tensor) -> None:
         nbytes = sum(weight.nbytes for weight in weights)
-        self._spared[kind] += nbytes - nbytes // self._size
+        self._spared[kind] += nbytes - nbytes // self._comm.mesh.cp_size
 
     def _install(self, linears: Sequence[Any], part: Part, *, last: bool = False) -> None:
         for linear in linears:

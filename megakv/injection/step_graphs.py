@@ -58,7 +58,7 @@ class StepGraphs:
     def __init__(self, model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows):
         self._decoder: Any = model.get_decoder()
         self._runtime, self._last_layer = runtime, last_layer
-        self._device, self._rank = runtime.comm.mesh.device, runtime.comm.mesh.cp_rank
+        self._device = runtime.comm.mesh.device
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale, self._hooks, self._state = True, list[dict[int, Any]](), list[Any]()
         self._kinds: dict[int, LayerKind] | None = {}
@@ -118,7 +118,7 @@ class StepGraphs:
         if size not in self._steps:
             self._steps[size] = StepGraph(self._forward, self._kinds, size, self._device, self._stream)
         graph = self._steps[size]
-        if not graph.fits(given, kwargs) or not graph.tables.take(step, self._rank):
+        if not graph.fits(given, kwargs) or not graph.tables.take(step, step.rank):
             return self._forward(**kwargs)
         pool = next((other.pool for other in self._steps.values() if other.captured), None)
         output = graph.run(step, given, kwargs, pool)

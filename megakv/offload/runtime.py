@@ -71,7 +71,7 @@ class Offloader:
         self._measured: LayerSpeeds | None = None
         self._host_rank: HostRank | None = None
         self.weights: WeightStream | None = None
-        self.schedule = GroupSchedule(config, model, Agreement(comm), tp_size=comm.mesh.tp_size)
+        self.schedule = GroupSchedule(config, model, Agreement(comm))
 
         def current() -> PassPlan:
             assert runtime.current is not None

@@ -72,14 +72,14 @@ class GroupSchedule:
     """In how many groups the batch under way goes through layers, and `why`.
 
     Where the JSON leaves that to throughput, rank 0 takes the fewest that have room: before a prompt, and again while
-    its answer is generated, ever more seldom. `tp_size` ranks share a model's heads.
+    its answer is generated, ever more seldom.
     """
 
-    def __init__(self, config: OffloadConfig, model: PreTrainedModel, agreement: Agreement, *, tp_size: int):
+    def __init__(self, config: OffloadConfig, model: PreTrainedModel, agreement: Agreement):
         self.open, self.count = config.chooses_groups, config.groups
         named = "objective = 'latency'" if config.num_gpu_batches is None else f"num_gpu_batches = {self.count}"
         self.why = f"{_words(self.count)}: megakv.offload.{named}"
-        self._agreement, self._tp_size, self._steps = agreement, tp_size, 0
+        self._agreement, self._steps = agreement, 0
         self._shape: ModelShape | None = None
         if self.open:
             # If the model's config tells its sizes.
@@ -114,15 +114,15 @@ class GroupSchedule:
 
     def _fitting(self, batch: int, new: int, held: int, *, single: bool, room: int) -> int:
         """The fewest groups in which a pass has room; the most there can be where it has none."""
-        shape, counts = self._shape, group_counts(batch)
+        shape, counts, tp_size = self._shape, group_counts(batch), self._agreement.comm.mesh.tp_size
         if shape is None:
             return counts[0]
-        row = shape.attention(tp_size=self._tp_size).kv_row_bytes
+        row = shape.attention(tp_size=tp_size).kv_row_bytes
 
         def nbytes(count: int) -> int:
             # Projections and feed-forward have all sequences of a step of decoding at once.
             computed, waiting = grouped_tokens(new, batch, 1 if single else count)
-            working = activation_bytes(shape, computed=computed, held=0, row_bytes=row, tp_size=self._tp_size)
+            working = activation_bytes(shape, computed=computed, held=0, row_bytes=row, tp_size=tp_size)
             return working + waiting_bytes(shape, waiting) + STAGED_LAYERS * grown_bytes(row * -(-held // count))
 
         return next((count for count in counts if nbytes(count) <= room), counts[-1])

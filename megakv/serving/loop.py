@@ -66,7 +66,7 @@ class ServingLoop:
                 "leave out one of them"
             )
         self._engine, self._settings = engine, settings
-        self._comm, self._mesh = engine.agreement.comm, engine.mesh
+        self._comm = engine.agreement.comm
         self._vocabulary = int(engine.module.config.get_text_config().vocab_size)
         self._folder: PrefixFolder | None = None
         if settings.store is not None:
@@ -75,7 +75,7 @@ class ServingLoop:
             if engine.kv_bits is not None:
                 # What was rounded is not for those who did not ask for it.
                 identity += f" {engine.kv_bits}"
-            self._folder = PrefixFolder(settings.store, identity, engine.mesh)
+            self._folder = PrefixFolder(settings.store, identity, self._comm)
         self._store = PrefixStore(engine.kv_device, self._folder)
         self._worker = Worker(engine, self._comm, self._store)
         self._inbox = Inbox(settings.max_queue)
@@ -197,7 +197,7 @@ class ServingLoop:
 
     def _begin(self) -> None:
         """Make the tree, with what takes its requests."""
-        if self._mesh.rank != 0:
+        if self._comm.mesh.rank != 0:
             return
         first, tree = self._first, self._tree()
         scheduler = Scheduler(self._settings, first.times, first.layers, most_mixed=first.times.few)
@@ -224,9 +224,9 @@ class ServingLoop:
             host,
             int(self._settings.store_gb * 1e9),
             token_bytes=self._first.kv.token_bytes,
-            cp=self._mesh.cp_size,
+            cp=self._comm.mesh.cp_size,
             describe=folder.describe,
-            room=lambda: folder.room * self._mesh.world_size,
+            room=lambda: folder.room * self._comm.mesh.world_size,
         )
         tree.restore(folder.found())
         return tree
@@ -238,7 +238,7 @@ class ServingLoop:
             with agreement.call(SURVIVED):
                 plan = agreement.decide(self._plan)
                 if plan.reports:
-                    self._memory = tuple(self._comm.gather_objects(memory_in_use(self._mesh.device)))
+                    self._memory = tuple(self._comm.gather_objects(memory_in_use(self._comm.mesh.device)))
                 self._carry_out(plan, None if plan.stops is None else Pauses(plan.stops, self._pause))
         except PeerLostError:
             raise
@@ -296,13 +296,13 @@ class ServingLoop:
                     plan = replace(plan, reports=True)
             elif leader.idle and self._inbox.drained:
                 plan = Plan(ends=True)
-            elif now - self._sent_at > self._mesh.timeout_s / 4:
+            elif now - self._sent_at > self._comm.mesh.timeout_s / 4:
                 # The others would not wait for ever.
                 plan = Plan()
             if plan is not None:
                 self._sent_at = now
                 return plan
-            self._inbox.wait(min(LOOK_SECONDS, self._mesh.timeout_s / 8))
+            self._inbox.wait(min(LOOK_SECONDS, self._comm.mesh.timeout_s / 8))
             self._comm.watch.check("waiting for requests")
 
     def _plan_within(self, moments: list[float]) -> Plan:

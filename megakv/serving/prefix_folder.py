@@ -25,7 +25,7 @@ from megakv.base.errors import MegaKVError
 from megakv.base.json_files import read_json
 from megakv.base.tensor_files import sync_folder
 from megakv.cache.span import CacheSpan
-from megakv.distributed.mesh import Mesh
+from megakv.distributed.comm import Communicator
 from megakv.serving.plan import StoredPart
 from megakv.serving.prefix_node import FoundPrefix, Tokens
 
@@ -65,9 +65,9 @@ class PrefixFolder:
     `identity` is whatever files must have in common to be read: another one has a folder of its own.
     """
 
-    def __init__(self, folder: Path, identity: str, mesh: Mesh):
+    def __init__(self, folder: Path, identity: str, comm: Communicator):
         self._folder = folder / hashlib.sha256(identity.encode()).hexdigest()[:32]
-        self._mesh = mesh
+        self._comm = comm
         self._records: dict[str, PrefixRecord] = {}
         self._written: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1, "megakv-prefix-writer")
@@ -90,7 +90,7 @@ class PrefixFolder:
     def describe(self, key: str, tokens: Tokens, behind: StoredPart | None) -> None:
         """Of rank 0: what is to be said of a file once it is written; it comes behind the end of a part of another."""
         parent, at = (None, 0) if behind is None else (behind.key, behind.last)
-        self._records[key] = PrefixRecord(tuple(tokens.tolist()), parent, at, self._mesh.cp_size)
+        self._records[key] = PrefixRecord(tuple(tokens.tolist()), parent, at, self._comm.mesh.cp_size)
 
     def write(self, key: str, span: CacheSpan) -> None:
         """Begin to write this rank's part."""
@@ -100,7 +100,7 @@ class PrefixFolder:
 
         def save() -> None:
             try:
-                span.save(self._path(key, self._mesh.cp_rank))
+                span.save(self._path(key, self._comm.mesh.cp_rank))
                 if record is not None:
                     self._write_record(key, record)
             except Exception as error:
@@ -130,18 +130,17 @@ class PrefixFolder:
         sync_folder(self._folder)
 
     def _remove(self, key: str) -> None:
-        mesh = self._mesh
         with suppress(OSError):
-            if mesh.rank == 0:
+            if self._comm.mesh.rank == 0:
                 # First: without it the others count for nothing.
                 (self._folder / f"{key}.json").unlink(missing_ok=True)
                 for path in self._folder.glob(f"{key}.*"):
                     path.unlink(missing_ok=True)
             else:
-                self._path(key, mesh.cp_rank).unlink(missing_ok=True)
+                self._path(key, self._comm.mesh.cp_rank).unlink(missing_ok=True)
 
     def _path(self, key: str, cp_rank: int) -> Path:
-        return self._folder / f"{key}.{cp_rank}-{self._mesh.tp_rank}.safetensors"
+        return self._folder / f"{key}.{cp_rank}-{self._comm.mesh.tp_rank}.safetensors"
 
     # Reading
 
@@ -153,7 +152,7 @@ class PrefixFolder:
             if pending is not None:
                 pending.result()
             paths = [self._path(part.key, rank) for rank in range(part.cp)]
-            span = CacheSpan.load(paths, self._mesh.cp_rank, self._mesh.cp_size, device)
+            span = CacheSpan.load(paths, self._comm.mesh.cp_rank, self._comm.mesh.cp_size, device)
             if len(span) < part.last:
                 raise MegaKVError(f"{paths[0]} has {len(span)} tokens, {part.last} were expected")
             begin = span.first
@@ -193,7 +192,8 @@ class PrefixFolder:
                 return None
             values = read_json(path, str(path))
             record = PrefixRecord(**{**values, "tokens": tuple(values["tokens"])})
-            wanted = {f"{key}.{cp}-{tp}.safetensors" for cp in range(record.cp) for tp in range(self._mesh.tp_size)}
+            columns = range(self._comm.mesh.tp_size)
+            wanted = {f"{key}.{cp}-{tp}.safetensors" for cp in range(record.cp) for tp in columns}
             if not wanted <= names:
                 return None
             stats = [(self._folder / name).stat() for name in wanted]

@@ -23,6 +23,8 @@ MESSAGES = {
     "quantised": "tensor_parallel.tp_size = 2 is not supported for the model given, whose weights are quantised",
     "other config": "the model's config.rms_norm_eps is 0.01 on rank 0 but 0.02 on rank 1: give every rank the same",
     "other rotation": "rope_parameters.rope_theta is 100 on rank 0 but 200 on rank 1",
+    "unfamiliar": "MixLayer is unknown to DeepSpeed's AutoTP .*: name its row-parallel .* injection_policy=",
+    "another's policy": "injection_policy is for MixLayer, but the model's decoder layers are LlamaDecoderLayer",
     "given module": "rwkv|Rwkv",
 }
 
@@ -36,6 +38,7 @@ def test_what_engines_leave_behind(tmp_path: Path) -> None:
             assert re.search(pattern, results["messages"][name]), (rank, name, results["messages"][name])
         assert results["after"] == results["before"] == results["ended"], rank
         assert results["good"], rank
+        assert results["policy"] == {"given": True, "by names": True}, rank
         assert results["quantised"] == {"subclass": True, "unpacked": True}, rank
         for name in ("llama", "phi3", "bloom"):
             shared = results[f"shared {name}"]

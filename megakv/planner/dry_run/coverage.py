@@ -45,26 +45,30 @@ def check_coverage(
         extra = duplicates.get((tuple(shape), *specs))
         if extra is None:
             extra = duplicates[tuple(shape), *specs] = _duplicates(name, shape, specs)
-        allowed = 0 if layer is None else _copied(head_map, layer, name, shape[specs[0].dim])
-        if extra != allowed:
+        allowed = (0,) if layer is None else _copied(head_map, layer, name, shape[specs[0].dim])
+        if extra not in allowed:
             raise MegaKVError(
                 f"{name}: {extra} of {shape[specs[0].dim]} indices of dimension {specs[0].dim} are doubled, "
-                f"copies of heads make {allowed}"
+                f"copies of heads make {' or '.join(map(str, allowed))}"
             )
     return cut
 
 
-def _copied(head_map: HeadMap, layer: int, name: str, length: int) -> int:
-    """Indices that copies of heads add to an attention parameter of `length` along the dimension that is cut."""
+def _copied(head_map: HeadMap, layer: int, name: str, length: int) -> tuple[int, ...]:
+    """Indices that copies of heads add to an attention parameter of `length` along the dimension that is cut.
+
+    There are several where its name does not tell whether it belongs to queries or to keys.
+    """
     heads, kv_heads, shards = head_map.n_heads, head_map.n_kv_heads, head_map.layers[layer]
     more = sum(len(shard.query_heads) for shard in shards) - heads
     more_kv = sum(len(shard.kv_heads) for shard in shards) - kv_heads
     owner = name.split(".")[-2] if not name.endswith("sinks") else QUERY_NORMS[0]
     if owner in FUSED:
-        return (more + 2 * more_kv) * length // (heads + 2 * kv_heads)
+        return ((more + 2 * more_kv) * length // (heads + 2 * kv_heads),)
+    of_queries, of_keys = more * length // heads, more_kv * length // kv_heads
     if owner in (SEPARATE[0], *QUERY_NORMS, *OUTPUTS):
-        return more * length // heads
-    return more_kv * length // kv_heads if owner in (*SEPARATE[1:], *KEY_NORMS) else 0
+        return (of_queries,)
+    return (of_keys,) if owner in (*SEPARATE[1:], *KEY_NORMS) else (of_queries, of_keys)
 
 
 def _duplicates(name: str, shape: Sequence[int], specs: Iterable[SliceSpec]) -> int:

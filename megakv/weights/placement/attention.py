@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from torch import nn
@@ -16,6 +17,7 @@ BY_KV_HEAD = ("bloom", "falcon", "gpt_neox")
 """Types that fuse queries, keys and values as ``[K, G + 2, D]``: a KV head's queries, then its key and its value."""
 CONCATENATED = ("mpt", "phi3")
 """Types that fuse them as ``[q | k | v]``."""
+NAMES_ROWS = "name its row-parallel linears, as in injection_policy={DecoderLayer: ('o_proj', 'down_proj')}"
 LATENT = "kv_b_proj"
 """In families that cache latents: what expands them into all heads' keys and values."""
 LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
@@ -33,46 +35,47 @@ def refusal(module: nn.Module, model_type: str, why: str) -> ValueError:
 
 
 def find_attention(layer: nn.Module, model_type: str) -> tuple[str, nn.Module]:
-    """Name and module of a decoder layer's attention; refused if there is not exactly one that can be cut by heads."""
-    found = [
-        (name, module)
-        for name, module in layer.named_modules()
-        if any(isinstance(getattr(module, child, None), nn.Linear) for child in (SEPARATE[0], *FUSED, LATENT))
-        and any(isinstance(getattr(module, child, None), nn.Linear) for child in OUTPUTS)
-    ]
+    """Name and module of a decoder layer's attention; refused if there is not exactly one."""
+    modules = attention_modules(layer)
+    found = [(name, module) for name, module in layer.named_modules() if module in modules]
     if len(found) != 1 or not found[0][0]:
         raise refusal(layer, model_type, f"has {len(found)} attention modules that can be split by heads")
     return found[0]
 
 
-def attention_specs(module: nn.Module, model_type: str, heads: HeadMap, shard: HeadShard) -> dict[str, SliceSpec]:
+def attention_specs(
+    module: nn.Module, model_type: str, heads: HeadMap, shard: HeadShard, named: Collection[str] = ()
+) -> dict[str, SliceSpec]:
     """The parts of an attention module's parameters, by their names inside it, on the rank with the heads of `shard`.
 
     Of the module, the whole one, only names and shapes are looked at. It is refused where it is not known to be right
-    when cut.
+    when cut. Where its last linear is among those `named` as row-parallel, the others may have any names.
     """
     linears = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    output = next((name for name in named or OUTPUTS if name in linears), None)
+    if output is None:
+        raise refusal(module, model_type, f"has no linear {' or '.join(sorted(named or OUTPUTS))}: {NAMES_ROWS}")
     if LATENT in linears:
-        return _latent_specs(module, model_type, linears, heads, shard)
-    output = next(name for name in OUTPUTS if name in linears)
+        return _latent_specs(module, model_type, linears, heads, shard, output)
     fused = next((name for name in FUSED if name in linears), None)
     H, K = heads.n_heads, heads.n_kv_heads
     D = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or linears[output].in_features // H
     counts = {(output, "in_features"): H}
+    separate = _by_width(linears, output, H * D) if named else SEPARATE
     if fused is None:
-        counts |= {(name, "out_features"): count for name, count in zip(SEPARATE, (H, K, K), strict=True)}
+        counts |= {(name, "out_features"): count for name, count in zip(separate, (H, K, K), strict=True)}
     elif model_type in BY_KV_HEAD + CONCATENATED:
         counts[fused, "out_features"] = H + 2 * K
     else:
         raise refusal(module, model_type, f"fuses queries, keys and values in {fused} in an unknown order")
     for (name, side), count in counts.items():
         if name not in linears:
-            raise refusal(module, model_type, f"has no linear {name}")
+            raise refusal(module, model_type, f"has no linear {name}{'' if named else f': {NAMES_ROWS}'}")
         if (size := getattr(linears[name], side)) != count * D:
             raise refusal(module, model_type, f"has {name}.{side} = {size}, not {count} heads of {D}")
     queries, keys = blocks(shard.query_heads, D), blocks(shard.kv_heads, D)
     if fused is None:
-        outputs = {name: SliceSpec(0, kept) for name, kept in zip(SEPARATE, (queries, keys, keys), strict=True)}
+        outputs = {name: SliceSpec(0, kept) for name, kept in zip(separate, (queries, keys, keys), strict=True)}
     elif model_type in CONCATENATED:
         behind = (blocks(shard.kv_heads, D, first * D) for first in (H, H + K))
         outputs = {fused: SliceSpec(0, joined((*queries, *(found for part in behind for found in part))))}
@@ -102,11 +105,21 @@ def attention_specs(module: nn.Module, model_type: str, heads: HeadMap, shard: H
     return specs
 
 
+def _by_width(linears: dict[str, nn.Linear], output: str, query_width: int) -> tuple[str, ...]:
+    """Names of the linears of queries, keys and values: the usual ones, else three whose widths tell them apart.
+
+    Keys and values are cut alike, and so are queries where they are as wide.
+    """
+    others = [name for name in linears if name != output]
+    if len(others) != 3 or not set(SEPARATE).isdisjoint(others):
+        return SEPARATE
+    return tuple(sorted(others, key=lambda name: linears[name].out_features != query_width))
+
+
 def _latent_specs(
-    module: nn.Module, model_type: str, linears: dict[str, nn.Linear], heads: HeadMap, shard: HeadShard
+    module: nn.Module, model_type: str, linears: dict[str, nn.Linear], heads: HeadMap, shard: HeadShard, output: str
 ) -> dict[str, SliceSpec]:
     """Heads of queries, of what expands latents and of the output; what makes latents is whole on every rank."""
-    output = next(name for name in OUTPUTS if name in linears)
     queries = [name for name in LATENT_QUERIES if name in linears]
     if len(queries) != 1:
         raise refusal(module, model_type, f"has {len(queries)} linears {' and '.join(LATENT_QUERIES)}")

@@ -8,7 +8,7 @@ from deepspeed.module_inject.auto_tp import AutoTP
 from torch import nn
 from transformers import PreTrainedModel
 
-from megakv.weights.placement.attention import attention_specs, find_attention, refusal
+from megakv.weights.placement.attention import NAMES_ROWS, attention_specs, find_attention, refusal
 from megakv.weights.placement.heads import HeadMap
 from megakv.weights.placement.slices import WHOLE, SliceSpec, joined, split_width
 
@@ -35,26 +35,32 @@ def row_parallel_names(model: PreTrainedModel, policy: InjectionPolicy | None = 
     Raises
     ------
     ValueError
-        If no class of the policy is one of a decoder layer, or AutoTP does not know the model.
+        If no class of the policy is one of a decoder layer, a name is not one of a linear there, or AutoTP does not
+        know the model.
     """
     if policy:
-        kinds = {type(layer) for layer in decoder_layers(model)[1]}
-        given = [names for kind, names in policy.items() if any(kind in (own, own.__name__) for own in kinds)]
+        layers = {type(layer): layer for layer in decoder_layers(model)[1]}
+        given = {own: policy[key] for own in layers for key in (own, own.__name__) if key in policy}
         if not given:
             named = ", ".join(getattr(kind, "__name__", str(kind)) for kind in policy)
-            allowed = " or ".join(sorted(kind.__name__ for kind in kinds))
+            allowed = " or ".join(sorted(kind.__name__ for kind in layers))
             raise ValueError(f"injection_policy is for {named}, but the model's decoder layers are {allowed}")
-        names = [name for each in given for name in ((each,) if isinstance(each, str) else each)]
-        return frozenset(name.rpartition(".")[2] for name in names)
+        found = set[str]()
+        for kind, names in given.items():
+            linears = [name for name, module in layers[kind].named_modules() if isinstance(module, nn.Linear)]
+            for name in (names,) if isinstance(names, str) else names:
+                if not any(f".{linear}".endswith(f".{name}") for linear in linears):
+                    raise ValueError(
+                        f"injection_policy names {name!r} for {kind.__name__}, which has no such linear; allowed: "
+                        f"{', '.join(linears)}"
+                    )
+                found.add(name.rpartition(".")[2])
+        return frozenset(found)
     try:
         found = AutoTP.tp_parser(model)
     except AssertionError as error:
-        raise refusal(
-            model,
-            model.config.model_type,
-            f"is unknown to DeepSpeed's AutoTP ({error}): name its "
-            "row-parallel linears, as in injection_policy={DecoderLayer: ('o_proj', 'down_proj')}",
-        ) from error
+        kind, why = model.config.model_type, f"is unknown to DeepSpeed's AutoTP ({error}): {NAMES_ROWS}"
+        raise refusal(decoder_layers(model)[1][0], kind, why) from error
     return frozenset(entry.rpartition(".")[2] for _, entries in found for entry in entries) | {"down_proj"}
 
 
@@ -106,7 +112,7 @@ def _mlp(
             specs[f"{name}.weight"] = specs[f"{name}.bias"] = WHOLE
             continue
         if len(down) != 1:
-            raise refusal(module, model_type, f"has a linear {name} that cannot be placed")
+            raise refusal(module, model_type, f"has {len(down)} row-parallel linears beside {name}: {NAMES_ROWS}")
         width = down[0].in_features
         start, stop = split_width(width, size, rank)
         if name in rows:
@@ -162,7 +168,8 @@ def plan_placement(
     for index, layer in enumerate(layers):
         here = f"{prefix}.{index}."
         attention_name, attention = find_attention(layer, model_type)
-        cut = attention_specs(attention, model_type, head_map, head_map.shard(index, tp_rank))
+        shard = head_map.shard(index, tp_rank)
+        cut = attention_specs(attention, model_type, head_map, shard, rows if policy else ())
         found = {f"{attention_name}.{name}": spec for name, spec in cut.items()}
         for name, module in beside_attention(layer, attention_name):
             inside = f"{name}." if name else ""

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from families import FAMILIES, llama
 from quantised_modules import quantised
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, RwkvConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, RwkvConfig
 from transformers.utils.logging import disable_progress_bar
+from unfamiliar import ROWS, MixLayer, UnfamiliarConfig, UnfamiliarForCausalLM, unfamiliar
 
 import megakv
 from megakv.base.errors import MegaKVError
@@ -85,6 +86,8 @@ def failing_starts(work: Path) -> dict[str, Callable[[], Any]]:
         "quantised": lambda: start(quantised(make_model(), "subclass"), config_of(2)),
         "other config": lambda: start(make_model(config=llama(rms_norm_eps=0.01 * (1 + rank))), config_of()),
         "other rotation": lambda: start(make_model(config=turning(100 * (1 + rank))), config_of(2)),
+        "unfamiliar": lambda: start(make_model(config=unfamiliar()), config_of(2)),
+        "another's policy": lambda: start(str(good), config_of(2), injection_policy={MixLayer: ROWS}),
         "given module": lambda: start(make_model(config=rwkv()), config_of()),
     }
 
@@ -171,12 +174,29 @@ def inference_modes(good: Path) -> dict[str, list[bool]]:
     return found
 
 
+def by_policy(work: Path) -> dict[str, bool]:
+    """A model that AutoTP does not know, over two tensor-parallel ranks, given and from its files by a JSON's names."""
+    expected, config = plain(make_model(config=unfamiliar())), work / "policy.json"
+    if dist.get_rank() == 0:
+        make_model(config=unfamiliar()).save_pretrained(work / "unfamiliar")
+        config.write_text(json.dumps(config_of(2) | {"injection_policy": {"MixLayer": ROWS}}))
+    dist.barrier()
+    with megakv.init_inference(
+        make_model(config=unfamiliar()), config_of(2), injection_policy={MixLayer: ROWS}
+    ) as engine:
+        given = torch.equal(engine.generate(IDS, **GREEDY), expected)
+    with megakv.init_inference(str(work / "unfamiliar"), config) as engine:
+        return {"given": given, "by names": torch.equal(engine.generate(IDS, **GREEDY), expected)}
+
+
 def main() -> None:
     """Entry of every rank."""
     out, work = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     quiet_libraries()
     disable_progress_bar()
+    AutoConfig.register("unfamiliar", UnfamiliarConfig)
+    AutoModelForCausalLM.register(UnfamiliarConfig, UnfamiliarForCausalLM)
     start_distributed(tp_only=False, timeout_s=60)
     good = work / "good"
     if dist.get_rank() == 0:
@@ -205,6 +225,7 @@ def main() -> None:
             engine.generate(IDS, **GREEDY), plain(AutoModelForCausalLM.from_pretrained(good, dtype=torch.float32))
         )
     results["ended"] = resources()
+    results["policy"] = by_policy(work)
     results["quantised"] = {}
     for way in ("subclass", "unpacked"):
         with megakv.init_inference(quantised(make_model(), way), config_of()) as engine:

@@ -28,7 +28,7 @@ DENSE = [name for name in FAMILIES if name not in EXPERTS]
 # A trained model's residual stream is larger: the passkey model's logits are off by 0.020.
 FAMILY_BOUND = 0.12
 TRAINED_BOUND = 0.03
-RECIPE = Path(__file__).resolve().parents[2] / "recipes" / "passkey"
+RECIPE = Path(__file__).resolve().parents[3] / "recipes" / "passkey"
 
 
 def unused(tensor: Tensor) -> Tensor:

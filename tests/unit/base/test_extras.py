@@ -17,7 +17,7 @@ from megakv.launcher.command import main
 from megakv.launcher.commands import EXTRA_OF, SUMMARIES
 from tests.unit.test_imports import modules
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 ENGINE = """
 import json, sys, megakv
 with megakv.init_inference(sys.argv[1]) as engine:

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 
 from megakv.engine.loading import empty_model
+from megakv.planner.dry_run.share import WholeModel
 from megakv.weights.placement import (
     HeadGroup,
     HeadMap,
@@ -14,7 +16,9 @@ from megakv.weights.placement import (
     plan_placement,
     split_width,
 )
+from megakv.weights.placement.plan import InjectionPolicy
 from tests.families import FAMILIES, llama
+from tests.unfamiliar import ROWS, MixLayer, UnfamiliarForCausalLM, unfamiliar
 
 
 @pytest.mark.parametrize(
@@ -122,3 +126,55 @@ def test_unknown_parts_are_refused_by_name() -> None:
     model.model.layers[1].mlp.extra = torch.nn.LayerNorm(97, device="meta")
     with pytest.raises(ValueError, match="LlamaMLP has parameters in extra between its linears"):
         plan_placement(model, head_map, 0)
+
+
+def unfamiliar_model() -> UnfamiliarForCausalLM:
+    """Without memory."""
+    with init_empty_weights(include_buffers=False):
+        return UnfamiliarForCausalLM(unfamiliar())
+
+
+@pytest.mark.parametrize("policy", [{MixLayer: ROWS}, {"MixLayer": list(ROWS), "LlamaDecoderLayer": "o_proj"}])
+@pytest.mark.parametrize("size", [2, 8])
+def test_a_policy_places_what_autotp_does_not_know(policy: InjectionPolicy, size: int) -> None:
+    """Every index is on one rank, but for keys and values of copied heads, and the shares go through a pass."""
+    model = unfamiliar_model()
+    layers, heads, kv_heads = head_counts(model.config)
+    whole = WholeModel.plan(model, torch.float32, contiguous_head_map(layers, heads, kv_heads, size), policy)
+    assert whole.cut == 7 * layers and len(whole.shares(5, fp8=False)) == size
+    keys = [placement["model.layers.1.mixer.offer.weight"].size for placement in whole.placements]
+    queries = [placement["model.layers.1.mixer.ask.weight"].size for placement in whole.placements]
+    assert keys == [max(64 // size, 16)] * size and queries == [128 // size] * size
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (None, r"MixLayer is unknown to DeepSpeed's AutoTP .*: name its row-parallel linears, as in injection_policy="),
+        (
+            {"LlamaDecoderLayer": ROWS},
+            "injection_policy is for LlamaDecoderLayer, but the .* decoder layers are MixLayer$",
+        ),
+        (
+            {MixLayer: ("mix_out", "first")},
+            "names 'first' for MixLayer, which has no such linear; allowed: shrink, mixer",
+        ),
+        ({MixLayer: ("shrink", "mixer.shrink")}, "names 'mixer.shrink' for MixLayer, which has no such linear"),
+        ({MixLayer: "mix_out"}, "MixLayer has 0 row-parallel linears beside shrink: name .* injection_policy="),
+        ({MixLayer: "shrink"}, "MixAttention has no linear shrink: name .* injection_policy="),
+        ({MixLayer: ("mixer.ask", "shrink")}, "MixAttention has offer.out_features = 64, not 4 heads of 8"),
+    ],
+)
+def test_policies_that_do_not_fit(policy: InjectionPolicy | None, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_placement(unfamiliar_model(), contiguous_head_map(2, 8, 4, 2), 0, policy)
+
+
+def test_what_autotp_finds_in_part() -> None:
+    """It knows the attention's last linear by its name, and not the feed-forward's."""
+    model = unfamiliar_model()
+    for layer in model.model.layers:
+        layer.mixer.o_proj = layer.mixer.mix_out
+        del layer.mixer.mix_out
+    with pytest.raises(ValueError, match="injection_policy="):
+        plan_placement(model, contiguous_head_map(2, 8, 4, 2), 0)

@@ -116,6 +116,18 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"dtype": "fp33"}, "dtype = 'fp33': allowed: 'fp32', 'bf16' or 'fp16', or null"),
         ({"dtype": "fp8"}, "dtype = 'fp8': allowed: 'fp32', .*; 8-bit weights are megakv.feed_forward = 'fp8'"),
         ({"dtype": ["fp32"]}, "allowed: 'fp32', 'bf16' or 'fp16'"),
+        (
+            {"injection_policy": {"Layer": 5}},
+            "injection_policy = {'Layer': 5}: allowed: names of row-parallel linears by",
+        ),
+        (
+            {"injection_dict": {"Layer": []}},
+            "injection_dict = {'Layer': .*}: allowed: names of row-parallel linears by",
+        ),
+        (
+            {"injection_policy": {7: "o_proj"}},
+            "injection_policy = {7: 'o_proj'}: allowed: .* as in {'LlamaDecoderLayer'",
+        ),
         ({1: "fp32"}, "config: 1 = 'fp32': allowed: keys that are strings"),
         ({"megakv": {"offload": {None: 2}}}, "config: megakv.offload.None = 2: allowed: keys that are strings"),
         ({"tensor_parallel": {"tp_size": 0}}, "tensor_parallel.tp_size = 0: allowed: 1 or more"),

@@ -12,7 +12,7 @@ from megakv.costmodel.stopwatch import Alone, Cases, Pool
 from megakv.planner.measure.small_models import FEW, MANY, OFTEN, ONCE, SmallModels
 from tests.measuring import count_calls
 from tests.unit.costmodel.test_chain import attention_only
-from tests.unit.costmodel.test_meeting import machine, pool
+from tests.unit.planner.test_meeting import machine, pool
 
 READ_S = 7e-3
 NAMES = ("layer_s", "pass_s", "step_s", "begin_s")
