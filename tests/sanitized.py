@@ -1,6 +1,7 @@
 """A plugin for pytest: this process compiles the C++ with address and undefined-behaviour sanitizers.
 
-``LD_PRELOAD="$(c++ -print-file-name=libasan.so)" TORCH_EXTENSIONS_DIR=FOLDER pytest -p tests.sanitized ...``
+``LD_PRELOAD="LIBASAN LIBSTDC++" TORCH_EXTENSIONS_DIR=FOLDER pytest -s -p tests.sanitized ...``, with the paths that
+``c++ -print-file-name=libasan.so`` and ``c++ -print-file-name=libstdc++.so`` print. Reports come where `-s` lets them.
 """
 
 from megakv.base import kernel_build
