@@ -17,8 +17,6 @@ VECTOR_TESTS = [
     f"attention/test_{name}.py" for name in ("compiled", "linear", "layer", "prefill", "step", "token_layer")
 ]
 KERNEL_TESTS = [*VECTOR_TESTS, "attention/test_bounds.py", "test_channel.py"]
-CAPABILITIES = {"AVX2": "avx2", "none": "default"}
-"""Processors with eight and four lanes, as PyTorch can be told that this is one."""
 MOST_S = 1500
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -36,9 +34,10 @@ def test_sources_have_no_warnings(vectors: str) -> None:
         assert done.returncode == 0 and not done.stderr, done.stderr[:2000]
 
 
-def run(test: str, folder: Path, *options: str, **environ: str) -> None:
-    """A file's tests in a process that compiles the C++ anew, or finds it in the folder."""
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-s", "-p", "no:xdist", *options, f"tests/unit/{test}"]
+def run(test: str, folder: Path, kernels: str, **environ: str) -> None:
+    """A file's tests in a process that compiles the C++ so, or finds it in the folder."""
+    options = ["-p", "tests.kernels", "--kernels", kernels, "-p", "no:xdist"]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-s", *options, f"tests/unit/{test}"]
     own = {**os.environ, "OMP_NUM_THREADS": "2", "TORCH_EXTENSIONS_DIR": str(folder), **environ}
     done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=MOST_S)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-6000:]
@@ -52,11 +51,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("test", VECTOR_TESTS)
-@pytest.mark.parametrize("vectors", CAPABILITIES)
+@pytest.mark.parametrize("vectors", ["AVX2", "none"])
 def test_kernels_for_processors_with_fewer_lanes(folder: Path, vectors: str, test: str) -> None:
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("a processor without AVX2")
-    run(test, folder, ATEN_CPU_CAPABILITY=CAPABILITIES[vectors])
+    run(test, folder, vectors)
 
 
 @pytest.mark.full
@@ -69,5 +68,4 @@ def test_kernels_under_sanitizers(folder: Path, test: str) -> None:
     if not all(each.is_absolute() for each in libraries):
         pytest.skip(f"{COMPILER} has no address sanitizer")
     # Python itself keeps memory until its end.
-    environ = {"LD_PRELOAD": " ".join(map(str, libraries)), "ASAN_OPTIONS": "detect_leaks=0"}
-    run(test, folder, "-p", "tests.sanitized", **environ)
+    run(test, folder, "sanitized", LD_PRELOAD=" ".join(map(str, libraries)), ASAN_OPTIONS="detect_leaks=0")
