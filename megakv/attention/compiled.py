@@ -29,8 +29,7 @@ MAX_ROWS, MAX_HEADS = 32, 128
 
 def laid(x_KSD: Tensor) -> tuple[int, int, int]:
     """Elements from one head to the next, from one token to the next, and of all memory that they take."""
-    *_, heads, tokens, dim = x_KSD.shape
-    *_, head, step, _ = x_KSD.stride()
+    (heads, tokens, dim), (head, step, _) = x_KSD.shape, x_KSD.stride()
     return head, step, (heads - 1) * head + (tokens - 1) * step + dim
 
 

@@ -70,8 +70,8 @@ class LinearKernel:
 
         Many rows of bfloat16 are multiplied by `pairs`, which the processor must have.
         """
-        (outputs, inputs), columns = weight.shape, x.shape[-1]
-        x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
+        (outputs, inputs), (*rows, columns) = weight.shape, x.shape
+        x, out = x.contiguous(), x.new_empty((*rows, outputs))
         if code := self._call(
             TYPES[x.dtype], pairs, x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(), weight.stride(0),
             outputs, inputs, *located(bias), torch.get_num_threads(), out.data_ptr(),

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, Run, laid, located
+from megakv.attention.compiled import DecodeKernel, Run, located
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.base.library import TYPES, fault, load
@@ -121,6 +121,7 @@ class TokenStep:
         for row in stored:
             marks[row] = 1
         self._stored = (ctypes.c_char * self.length).from_buffer(marks)
+        self._at = len(bounds) - 1, self._begins.buffer_info()[0], ctypes.addressof(self._stored)
         # New rows of each sequence that this rank keeps.
         self._new = [sum(marks[a:b]) for a, b in pairwise(bounds)]
         self.threads = torch.get_num_threads()
@@ -152,8 +153,7 @@ class TokenStep:
             if window not in self._windows:
                 self._windows[window] = np.ascontiguousarray(self._seen(window), dtype=np.int64)
             seen, windows = self._windows[window].ctypes.data, len(self._windows[window])
-        begins, words = self._begins.buffer_info()
-        return words - 1, begins, ctypes.addressof(self._stored), seen, self.length, windows, *table.at
+        return *self._at, seen, self.length, windows, *table.at
 
     def attend(
         self,
@@ -169,10 +169,17 @@ class TokenStep:
         table = self.rows(store, k_BKSD[0], v_BKSD[0])
         if table is None:
             return None
-        (_, heads, rows, dim), kv_heads, value_dim = q_BHSD.shape, k_BKSD.shape[1], v_BKSD.shape[3]
+        (_, heads, rows, dim), (_, kv_heads, k_rows, _), (_, _, v_rows, value_dim) = (
+            q_BHSD.shape,
+            k_BKSD.shape,
+            v_BKSD.shape,
+        )
+        assert k_rows == v_rows == rows, "keys and values of other rows than queries"
+        (_, q_head, q_row, _), (_, k_head, k_row, _) = q_BHSD.stride(), k_BKSD.stride()
+        _, v_head, v_row, _ = v_BKSD.stride()
         step = array("q", (
             self._pairs and q_BHSD.dtype == torch.bfloat16, rows, heads, kv_heads, dim, value_dim,
-            q_BHSD.data_ptr(), *laid(q_BHSD), k_BKSD.data_ptr(), *laid(k_BKSD), v_BKSD.data_ptr(), *laid(v_BKSD),
+            q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row, v_BKSD.data_ptr(), v_head, v_row,
         ))  # fmt: skip
         held, kind = array("q", self.held(table, scoring.window)), TYPES[q_BHSD.dtype]
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()

@@ -90,7 +90,7 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
     project(layer, rows, x, threads, packed.data());
   rotate_all(layer, rows, cos, sin, threads, packed.data());
 
-  const auto heads = [&](int64_t first) { return Heads{&packed[first], dim, columns, packed.size() - first}; };
+  const auto heads = [&](int64_t first) { return Heads{&packed[first], dim, columns}; };
   const Step step{layer.pairs, rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width),
                   heads(width + layer.kv_heads * dim)};
   const auto attend = [&](bool partial, void* to) {

@@ -14,8 +14,8 @@
 extern "C" int megakv_step(int type, const Step* step, const Held* held, float scale, const float* sinks,
                            int64_t sink_count, int partial, int threads, void* out) {
   return typed(type, [&](auto like) {
-    step->check();
-    require(threads > 0 && (!sinks || sink_count == step->heads), Fault::SIZES);
+    require(step->kv_heads > 0 && step->heads % step->kv_heads == 0 && threads > 0, Fault::SIZES);
+    require(!sinks || sink_count == step->heads, Fault::SIZES);
     held->check(step->rows, step->kv_heads, step->key_dim, step->value_dim);
     attend_step<decltype(like)>(*step, *held, scale, sinks, partial, threads, out);
   });

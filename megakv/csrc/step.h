@@ -10,10 +10,10 @@
 
 namespace {
 
-// Rows of all heads: elements from one head, or row, to the next, and to the end of memory.
+// Rows of all heads, elements apart: from one head, or row, to the next.
 struct Heads {
   const void* first;
-  int64_t head, row, size;
+  int64_t head, row;
 };
 
 // Rows of queries of a KV head up to which weights are not rounded, as where a kernel of their own attends to them.
@@ -23,13 +23,6 @@ struct Step {
   int64_t pairs;  // as of a `many::Problem`, for sequences with many rows
   int64_t rows, heads, kv_heads, key_dim, value_dim;
   Heads q, k, v;
-
-  void check() const {
-    require(kv_heads > 0 && heads > 0 && heads % kv_heads == 0, Fault::SIZES);
-    const bool rows_fit = within(k.size, kv_heads, k.head, rows, k.row, key_dim) &&
-                          within(v.size, kv_heads, v.head, rows, v.row, value_dim);
-    require(rows_fit && within(q.size, heads, q.head, rows, q.row, key_dim), Fault::ROWS);
-  }
 };
 
 // Where every sequence's keys and values lie, and its new rows: see megakv_step.
