@@ -37,9 +37,8 @@ class LinearKernel:
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_product
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._call.argtypes = [
-            number, number, pointer, whole, whole, pointer, whole, whole, whole, pointer, whole, number, pointer,
-        ]  # fmt: skip
+        sizes = whole, whole, whole
+        self._call.argtypes = [number, number, pointer, whole, whole, pointer, *sizes, pointer, whole, number, pointer]
         self._call.restype = ctypes.c_int
 
     def most_rows(self, dtype: torch.dtype, *, pairs: bool = False) -> int:

@@ -169,10 +169,8 @@ class TokenStep:
         table = self.rows(store, k_BKSD[0], v_BKSD[0])
         if table is None:
             return None
-        (_, heads, rows, dim), (_, kv_heads, k_rows, _), (*_, v_rows, value_dim) = (
-            x.shape for x in (q_BHSD, k_BKSD, v_BKSD)
-        )
-        assert k_rows == v_rows == rows, "keys and values of other rows than queries"
+        (_, heads, rows, dim), (_, kv_heads, k_rows, _), value_dim = q_BHSD.shape, k_BKSD.shape, v_BKSD.shape[3]
+        assert k_rows == v_BKSD.shape[2] == rows, "keys and values of other rows than queries"
         (_, q_head, q_row, _), (_, k_head, k_row, _) = q_BHSD.stride(), k_BKSD.stride()
         _, v_head, v_row, _ = v_BKSD.stride()
         step = array("q", (
