@@ -135,7 +135,7 @@ class DenseStore(KVStore):
         return sum(held.nbytes() for held in self._held if held is not None)
 
 
-def _to_the_end(k_KSD: Tensor, v_KSD: Tensor) -> Run:
+def _to_the_end(*pair: Tensor) -> Run:
     """A run with all of the memory behind it, where more rows may come."""
-    k_size, v_size = (x.untyped_storage().nbytes() // x.element_size() - x.storage_offset() for x in (k_KSD, v_KSD))
-    return Run.of(k_KSD, v_KSD)._replace(k_size=k_size, v_size=v_size)
+    k_size, v_size = (int(x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) for x in pair)
+    return Run.of(*pair)._replace(k_size=k_size, v_size=v_size)
