@@ -32,7 +32,7 @@ struct Held {
   const uint8_t* stored;
   const int64_t* seen;
   int64_t marks, windows;  // as many rows are marked as stored or not, and have a window where one is given
-  int64_t held;            // sequences of the table: those of
+  int64_t held;            // sequences of the table that follows
   const int64_t *bounds, *first;
   const Run* runs;
   int64_t run_count;
