@@ -20,17 +20,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megakv.attention.reference import dense_attention, difference
-from megakv.base.library import TYPES, load
+from megakv.base.library import TYPES, fault, load
 
 TOLERANCE = 1e-5
 MAX_ROWS, MAX_HEADS = 32, 128
 """Query rows of a KV head, and query heads of one for one query, beyond which products are as fast (measured)."""
 
 
+def laid(x_KSD: Tensor) -> tuple[int, int, int]:
+    """Elements from one head to the next, from one token to the next, and of all memory that they take."""
+    (heads, tokens, dim), (head, step, _) = x_KSD.shape, x_KSD.stride()
+    return head, step, (heads - 1) * head + (tokens - 1) * step + dim
+
+
+def located(numbers: Tensor | None) -> tuple[int | None, int]:
+    """Address and length of some numbers, if there are any."""
+    return (None, 0) if numbers is None else (numbers.data_ptr(), len(numbers))
+
+
 class Run(NamedTuple):
     """Keys and values of some tokens of a sequence: the addresses of the first ones, and how many there are.
 
-    Strides are the elements from one head, or token, to the next.
+    Strides are the elements from one head, or token, to the next; sizes those that there are from the address on.
     """
 
     k: int
@@ -40,12 +51,20 @@ class Run(NamedTuple):
     k_step: int
     v_head: int
     v_step: int
+    k_size: int
+    v_size: int
 
     @classmethod
     def of(cls, k_KSD: Tensor, v_KSD: Tensor) -> Run:
         """All tokens of keys and values that `DecodeKernel.reads`."""
-        k_strides, v_strides = k_KSD.stride(), v_KSD.stride()
-        return cls(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1], *k_strides[:2], *v_strides[:2])
+        (k_head, k_step, k_size), (v_head, v_step, v_size) = laid(k_KSD), laid(v_KSD)
+        return cls(k_KSD.data_ptr(), v_KSD.data_ptr(), k_KSD.shape[1], k_head, k_step, v_head, v_step, k_size, v_size)
+
+    def part(self, first: int, tokens: int, itemsize: int) -> Run:
+        """So many tokens from one on, whose elements have so many bytes."""
+        k, v, (*_, k_size, v_size) = first * self.k_step, first * self.v_step, self
+        at = self.k + k * itemsize, self.v + v * itemsize
+        return Run(*at, tokens, self.k_head, self.k_step, self.v_head, self.v_step, k_size - k, v_size - v)
 
 
 class Packing(NamedTuple):
@@ -61,10 +80,12 @@ class Packing(NamedTuple):
 
 
 class RunTable(NamedTuple):
-    """Addresses of the runs of several sequences, ``[n, 7]``, and of the first one of each sequence, ``[B + 1]``."""
+    """Addresses of the runs of several sequences, and of the first one of each sequence, with the lengths of both."""
 
-    runs: int
     bounds: int
+    sequences_end: int
+    runs: int
+    run_count: int
     held: object
     """What lies there."""
 
@@ -75,13 +96,13 @@ class RunTable(NamedTuple):
         rows = len(words)
         words.extend((0, *accumulate(map(len, runs))))
         address, _ = words.buffer_info()
-        return cls(address, address + rows * words.itemsize, words)
+        return cls(address + rows * words.itemsize, len(runs) + 1, address, rows // len(Run._fields), words)
 
     @classmethod
-    def of_each(cls, runs: NDArray[np.int64]) -> RunTable:
-        """A table of sequences that have one run each."""
-        bounds = np.arange(len(runs) + 1)
-        return cls(runs.ctypes.data, bounds.ctypes.data, (runs, bounds))
+    def at(cls, runs: NDArray[np.int64], bounds: NDArray[np.int64] | None = None, held: object = None) -> RunTable:
+        """A table of ``[n, 9]`` runs, of which each is a sequence of its own where there are no ``[B + 1]`` bounds."""
+        bounds = np.arange(len(runs) + 1) if bounds is None else bounds
+        return cls(bounds.ctypes.data, len(bounds), runs.ctypes.data, len(runs), (runs, bounds, held))
 
 
 class Decoding:
@@ -104,8 +125,8 @@ class Decoding:
         """``[B, H, L, Dv]`` and ``[B, H, L]``, or without the first dimension, as the queries; with as many threads as
         PyTorch uses in this one. 0 and -inf for a sequence without runs.
         """
-        if self._call(*self._before, torch.get_num_threads(), *self._behind):
-            raise MemoryError(f"no memory for partial results of {list(self.lse.shape)} sequences, heads and rows")
+        if code := self._call(*self._before, torch.get_num_threads(), *self._behind):
+            raise fault(code, f"partial results of {list(self.lse.shape)} sequences, heads and rows")
         return self.out, self.lse
 
 
@@ -119,7 +140,8 @@ class DecodeKernel:
         self._call = ctypes.CDLL(str(path)).megakv_decode
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self._call.argtypes = [
-            number, pointer, pointer, whole, pointer, pointer, *(whole,) * 4, ctypes.c_float, number, pointer, pointer,
+            number, pointer, pointer, whole, pointer, whole, pointer, *(whole,) * 5, ctypes.c_float, number, pointer,
+            pointer,
         ]  # fmt: skip
         self._call.restype = ctypes.c_int
 
@@ -160,19 +182,19 @@ class DecodeKernel:
         columns.
         """
         if packing is not None:
-            packed = [
-                [Run(piece.data_ptr(), piece.data_ptr(), len(piece), 0, piece.stride(0), 0, 0) for piece in own]
-                for own in rows
-            ]
+            # A row is a key, and there are no values.
+            packed = [[Run.of(piece[None], piece[None, :, :0]) for piece in own] for own in rows]
             return self.ready(q_BHLD, RunTable.of(packed), kv_heads, value_dim, scale, packing)
         dim = q_BHLD.shape[-1]
         width = next((piece.shape[1] for own in rows for piece in own), 0)
-        behind = 0 if width == kv_heads * dim else kv_heads * dim * q_BHLD.element_size()
-        strides = dim, width, value_dim, width
-        runs = [
-            [Run(piece.data_ptr(), piece.data_ptr() + behind, len(piece), *strides) for piece in own] for own in rows
-        ]
-        return self.ready(q_BHLD, RunTable.of(runs), kv_heads, value_dim, scale)
+        before = 0 if width == kv_heads * dim else kv_heads * dim
+
+        def run(piece: Tensor) -> Run:
+            at, size = piece.data_ptr(), piece.numel()
+            values = at + before * piece.element_size()
+            return Run(at, values, len(piece), dim, width, value_dim, width, size, size - before)
+
+        return self.ready(q_BHLD, RunTable.of([list(map(run, own)) for own in rows]), kv_heads, value_dim, scale)
 
     def ready(
         self,
@@ -194,7 +216,7 @@ class DecodeKernel:
         words = None if packing is None else np.array(packing, dtype=np.int64)
         before = (
             TYPES[q_BHLD.dtype], None if words is None else words.ctypes.data, q.data_ptr(), sequences,
-            table.bounds, table.runs, kv_heads, heads // kv_heads * length, dim, value_dim, scale,
+            *table[:4], kv_heads, heads // kv_heads * length, dim, value_dim, scale,
         )  # fmt: skip
         return Decoding(self._call, before, out, lse, (q, table, words))
 

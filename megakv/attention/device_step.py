@@ -111,7 +111,7 @@ class StepTables:
         seen = {window: seen_rows(tokens, held, rank, window) for window in windows if window is not None}
         runs = [np.frombuffer(table.words, dtype=np.int64).reshape(-1, RUN_WORDS) for table in tables]
         joined = np.concatenate(runs)
-        aligned = not (joined[:, :2] % ADDRESS_BYTES).any() and not (joined[:, 3:] % STRIDE_ELEMENTS).any()
+        aligned = not (joined[:, :2] % ADDRESS_BYTES).any() and not (joined[:, 3:7] % STRIDE_ELEMENTS).any()
         if not aligned or self._runs_at + joined.size > len(self._words):
             return None
         found = np.zeros(self._runs_at + joined.size, dtype=np.int64)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megakv.base.library import TYPES, load
+from megakv.attention.compiled import located
+from megakv.base.library import TYPES, fault, load
 
 ACTIVATIONS: tuple[Callable[[Tensor], Tensor], ...] = (F.silu, F.gelu, functools.partial(F.gelu, approximate="tanh"))
 """Of feed-forwards, by the kernel's numbers."""
@@ -68,13 +69,19 @@ class LayerWeights:
 
 class _Linear(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
-        ("weight", ctypes.c_void_p), ("step", ctypes.c_int64), ("outputs", ctypes.c_int64), ("bias", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p), ("step", ctypes.c_int64), ("outputs", ctypes.c_int64),
+        ("columns", ctypes.c_int64), ("bias", ctypes.c_void_p), ("biases", ctypes.c_int64),
     ]  # fmt: skip
 
     @classmethod
     def of(cls, part: Weight) -> _Linear:
-        bias = None if part.bias is None else part.bias.data_ptr()
-        return cls(part.weight.data_ptr(), part.weight.stride(0), len(part.weight), bias)
+        return cls(part.weight.data_ptr(), part.weight.stride(0), *part.weight.shape, *located(part.bias))
+
+
+class _Norm(ctypes.Structure):
+    _fields_: ClassVar[list[tuple[str, Any]]] = [
+        ("weight", ctypes.c_void_p), ("size", ctypes.c_int64), ("eps", ctypes.c_float),
+    ]  # fmt: skip
 
 
 class _Layer(ctypes.Structure):
@@ -83,8 +90,7 @@ class _Layer(ctypes.Structure):
     LINEARS = ("q", "k", "v", "o", "gate", "up", "down")
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, ctypes.c_int64) for name in COUNTS),
-        *((name, ctypes.c_void_p) for name in NORMS),
-        *((name.replace("norm", "eps"), ctypes.c_float) for name in NORMS),
+        *((name, _Norm) for name in NORMS),
         *((name, _Linear) for name in LINEARS),
     ]
 
@@ -104,7 +110,7 @@ class LayerKernel:
         self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
         self.add.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer]
         self.token_layers.argtypes = [
-            pointer, pointer, whole, whole, pointer, pointer, pointer, number, pointer, pointer,
+            pointer, whole, pointer, whole, whole, pointer, pointer, pointer, number, pointer, pointer,
         ]  # fmt: skip
         self.normed.argtypes = [pointer, number, whole, pointer, pointer, number, number, pointer, pointer]
         self.gated.argtypes = [pointer, whole, whole, pointer, pointer, number, number]
@@ -126,8 +132,7 @@ class LayerCalls:
         layer = _Layer(TYPES[one.dtype], weights.pairs and one.dtype == torch.bfloat16, len(one), *sizes)
         for name in _Layer.NORMS:
             if (norm := getattr(weights, name)) is not None:
-                setattr(layer, name, norm.weight.data_ptr())
-                setattr(layer, name.replace("norm", "eps"), norm.eps)
+                setattr(layer, name, _Norm(norm.weight.data_ptr(), len(norm.weight), norm.eps))
         for name in _Layer.LINEARS:
             setattr(layer, name, _Linear.of(getattr(weights, name)))
         self._layer, self.address = layer, ctypes.addressof(layer)
@@ -136,6 +141,7 @@ class LayerCalls:
         """``[L, q + k + v]`` of hidden states ``[..., L, h]``; rotated by ``[..., L, D]`` where all heads are here."""
         rows, weights = x.numel() // self.hidden, self.weights
         width = sum(self.widths) if whole else sum(len(part.weight) for part in (weights.q, weights.k, weights.v))
+        assert not whole or cos.numel() == sin.numel() == rows * weights.head_dim, "other rotary embeddings"
         out = x.new_empty((rows, width))
         angles = (cos.data_ptr(), sin.data_ptr()) if whole else (None, None)
         threads = torch.get_num_threads()
@@ -145,6 +151,7 @@ class LayerCalls:
     def rotate(self, out: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Queries and keys ``[L, q + k + v]`` that came from several ranks, in place."""
         angles, threads = (cos.data_ptr(), sin.data_ptr()), torch.get_num_threads()
+        assert cos.numel() == sin.numel() == len(out) * self.weights.head_dim and out.shape[1] == sum(self.widths)
         self._check(self.kernel.rotate(self.address, len(out), *angles, threads, out.data_ptr()))
 
     def heads(self, out: Tensor) -> list[Tensor]:
@@ -161,6 +168,7 @@ class LayerCalls:
         of both: ``[..., L, h]`` of such before attention, and of what was attended to, or `projected` from it.
         """
         rows, middle, out = x.numel() // self.hidden, torch.empty_like(x), torch.empty_like(x)
+        assert attended.numel() == rows * (self.hidden if projected else self.widths[0]), "other rows were attended to"
         failed = self.kernel.feed_forward(
             self.address, rows, x.data_ptr(), attended.data_ptr(), projected, whole, torch.get_num_threads(),
             middle.data_ptr(), out.data_ptr(),
@@ -172,6 +180,7 @@ class LayerCalls:
         """``[..., L, h]`` hidden states behind attention, and added to them what all ranks have, ``[N, ..., L, h]``."""
         rows, out = middle.numel() // self.hidden, torch.empty_like(middle)
         offset = None if bias is None else bias.data_ptr()
+        assert parts.numel() == len(parts) * middle.numel() and (bias is None or len(bias) == self.hidden)
         failed = self.kernel.add(
             self.address, rows, middle.data_ptr(), parts.data_ptr(), len(parts), offset, out.data_ptr()
         )
@@ -185,6 +194,7 @@ class LayerCalls:
         middle = x if added is None else torch.empty_like(x)
         out = x.new_empty(x.shape, dtype=dtype)
         summand = None if added is None else added.data_ptr()
+        assert x.shape[1] == self.hidden and (added is None or added.shape == x.shape and added.dtype == dtype)
         failed = self.kernel.normed(
             self.address, behind, len(x), x.data_ptr(), summand, dtype != self.dtype, torch.get_num_threads(),
             middle.data_ptr(), out.data_ptr(),
@@ -195,14 +205,15 @@ class LayerCalls:
     def gated(self, gate: Tensor, up: Tensor) -> Tensor:
         """``[L, f]`` activations of `gate`, in its place, times `up`: of the layer's type, or float32."""
         rows, width = gate.shape
+        assert up.shape == gate.shape and up.dtype == gate.dtype
         sizes, wide, threads = (rows, width), gate.dtype != self.dtype, torch.get_num_threads()
         self._check(self.kernel.gated(self.address, *sizes, gate.data_ptr(), up.data_ptr(), wide, threads))
         return gate
 
     @staticmethod
-    def _check(failed: int) -> None:
-        if failed:
-            raise MemoryError("no memory for a layer's activations")
+    def _check(code: int) -> None:
+        if code:
+            raise fault(code, "a layer's activations")
 
 
 @functools.cache

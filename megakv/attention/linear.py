@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megakv.base.library import TYPES, load
+from megakv.attention.compiled import located
+from megakv.base.library import TYPES, fault, load
 
 FEW_ROWS, MOST_ROWS = 16, 256
 """Rows up to which it is taken on all processors, and on those where a measurement does not speak against it."""
@@ -36,7 +37,8 @@ class LinearKernel:
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_product
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._call.argtypes = [number, number, pointer, whole, whole, pointer, whole, whole, pointer, number, pointer]
+        sizes = whole, whole, whole
+        self._call.argtypes = [number, number, pointer, whole, whole, pointer, *sizes, pointer, whole, number, pointer]
         self._call.restype = ctypes.c_int
 
     def most_rows(self, dtype: torch.dtype, *, pairs: bool = False) -> int:
@@ -67,14 +69,13 @@ class LinearKernel:
 
         Many rows of bfloat16 are multiplied by `pairs`, which the processor must have.
         """
-        outputs, columns = weight.shape
-        x, out = x.contiguous(), x.new_empty((*x.shape[:-1], outputs))
-        failed = self._call(
+        (outputs, inputs), (*rows, columns) = weight.shape, x.shape
+        x, out = x.contiguous(), x.new_empty((*rows, outputs))
+        if code := self._call(
             TYPES[x.dtype], pairs, x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(), weight.stride(0),
-            outputs, None if bias is None else bias.data_ptr(), torch.get_num_threads(), out.data_ptr(),
-        )  # fmt: skip
-        if failed:
-            raise MemoryError(f"no memory for {x.numel()} elements in float32")
+            outputs, inputs, *located(bias), torch.get_num_threads(), out.data_ptr(),
+        ):  # fmt: skip
+            raise fault(code, f"{x.numel()} elements in float32")
         return out
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Run
+from megakv.attention.compiled import Run, laid
 from megakv.attention.reference import Alibi, dense_attention, difference
 from megakv.attention.visibility import Slots
-from megakv.base.library import TYPES, load
+from megakv.base.library import TYPES, fault, load
 
 TOLERANCE = 1e-5
 ROUNDED_TOLERANCE = 2**-7
@@ -30,8 +30,8 @@ MOST_KEYS = 1 << 24
 """Beyond these neither the distances of linear biases nor all keys' numbers are exact in float32."""
 
 
-PROBLEM = struct.Struct("@16q2d")
-RUN = struct.Struct("@7q")
+PROBLEM = struct.Struct("@17q2d5q")
+RUN = struct.Struct("@9q")
 """What the C++ calls so: a `ctypes.Structure` would take as long as a small call."""
 
 
@@ -64,7 +64,8 @@ class PrefillKernel:
         seconds = []
         for pairs in (False, True):
             sizes = TYPES[q.dtype], pairs, 1, 1, rows, keys, dim, dim
-            call = functools.partial(self._call, PROBLEM.pack(*sizes, 0, dim, *(0,) * 6, 1.0, 0.0), *given)
+            problem = PROBLEM.pack(*sizes, *laid(q[None]), *(0,) * 6, 1.0, 0.0, *(0,) * 5)
+            call = functools.partial(self._call, problem, *given)
             seconds.append(min(timeit.repeat(call, number=1, repeat=TRIALS)))
         return seconds[0] / seconds[1]
 
@@ -103,16 +104,18 @@ class PrefillKernel:
         held = [x.contiguous() for x in bias]
         problem = PROBLEM.pack(
             TYPES[q.dtype], self.rounds(q.dtype), kv_heads, heads // kv_heads, rows, keys, dim, value_dim,
-            *q.stride()[:2], causal,
+            *laid(q), causal,
             *((0, 0) if ranges is None else (each.ctypes.data for each in ranges)),
             *((x.data_ptr() for x in held) if held else (0, 0, 0)),
             scale, softcap or 0.0,
+            *((0, 0) if ranges is None else (each.nbytes for each in ranges)),
+            *((x.nbytes for x in held) if held else (0, 0, 0)),
         )  # fmt: skip
         out = torch.empty((rows, heads, value_dim), dtype=torch.float32, device="cpu")
         lse = torch.empty((rows, heads), dtype=torch.float32, device="cpu")
         runs = RUN.pack(*Run.of(k, v))
-        if self._call(problem, q.data_ptr(), runs, 1, torch.get_num_threads(), out.data_ptr(), lse.data_ptr()):
-            raise MemoryError(f"no memory for tiles of attention with head dimensions {dim} and {value_dim}")
+        if code := self._call(problem, q.data_ptr(), runs, 1, torch.get_num_threads(), out.data_ptr(), lse.data_ptr()):
+            raise fault(code, f"tiles of attention with head dimensions {dim} and {value_dim}")
         return out.transpose(0, 1), lse.t()
 
 

@@ -20,10 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, Run
+from megakv.attention.compiled import DecodeKernel, Run, located
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
-from megakv.base.library import TYPES, load
+from megakv.base.library import TYPES, fault, load
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
@@ -34,16 +34,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 class RowTable:
     """Where the rows of a layer lie, by sequence: addresses for the kernel. Whoever makes it keeps the memory.
 
-    `words` are the `Run`s of all sequences, of which each has so many; `first` the rows that they begin with.
+    `words` are the `Run`s of all sequences, of which each has such `counts`; `gone` the rows that they begin with.
     """
 
-    def __init__(self, counts: Sequence[int], first: Sequence[int], words: array[int], dtype: torch.dtype):
-        self.dtype = dtype
-        self._counts, self._first, self._words = counts, first, words
-        self._bounds = array("q", (0, *accumulate(counts), *first))
-        self.bounds, _ = self._bounds.buffer_info()
-        self.first = self.bounds + (len(counts) + 1) * words.itemsize
-        self.runs, _ = words.buffer_info()
+    def __init__(self, counts: Sequence[int], gone: Sequence[int], words: array[int], dtype: torch.dtype):
+        self.counts, self.gone, self.words, self.dtype = counts, gone, words, dtype
+        self._bounds = array("q", (0, *accumulate(counts), *gone))
+        (bounds, _), (runs, length), sequences = self._bounds.buffer_info(), words.buffer_info(), len(counts)
+        behind = bounds + (sequences + 1) * self._bounds.itemsize
+        self.at = sequences, bounds, behind, runs, length // RUN_WORDS
+        """Addresses of bounds, first rows and runs, with the lengths of both tables."""
 
     @classmethod
     def of(cls, runs: Sequence[Sequence[Run]], first: Sequence[int], dtype: torch.dtype) -> RowTable:
@@ -56,29 +56,14 @@ class RowTable:
         """That of the sequences of several tables, behind one another, as they are now."""
         counts, first, words = list[int](), list[int](), array("q")
         for table in tables:
-            counts += table._counts
-            first += table._first
-            words += table._words
+            counts += table.counts
+            first += table.gone
+            words += table.words
         return cls(counts, first, words, tables[0].dtype)
-
-    @property
-    def counts(self) -> Sequence[int]:
-        """Runs of each sequence."""
-        return self._counts
-
-    @property
-    def gone(self) -> Sequence[int]:
-        """Rows that the runs of each sequence begin with."""
-        return self._first
-
-    @property
-    def words(self) -> array[int]:
-        """The `Run`s of all sequences."""
-        return self._words
 
     def add(self, sequence: int, rows: int) -> None:
         """So many more rows lie behind the last one of a sequence."""
-        self._words[self._bounds[sequence + 1] * RUN_WORDS - RUN_WORDS + 2] += rows
+        self.words[self._bounds[sequence + 1] * RUN_WORDS - RUN_WORDS + 2] += rows
 
 
 class RowStore(Protocol):
@@ -100,8 +85,8 @@ class StepKernel:
         library = ctypes.CDLL(str(path))
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         self.step, self.merge = library.megakv_step, library.megakv_merge
-        self.step.argtypes = [number, pointer, pointer, ctypes.c_float, pointer, number, number, pointer]
-        self.merge.argtypes = [number, pointer, whole, whole, whole, whole, pointer, pointer]
+        self.step.argtypes = [number, pointer, pointer, ctypes.c_float, pointer, whole, number, number, pointer]
+        self.merge.argtypes = [number, pointer, *(whole,) * 5, pointer, whole, pointer]
         self.step.restype = self.merge.restype = number
 
 
@@ -136,6 +121,7 @@ class TokenStep:
         for row in stored:
             marks[row] = 1
         self._stored = (ctypes.c_char * self.length).from_buffer(marks)
+        self._at = len(bounds) - 1, self._begins.buffer_info()[0], ctypes.addressof(self._stored)
         # New rows of each sequence that this rank keeps.
         self._new = [sum(marks[a:b]) for a, b in pairwise(bounds)]
         self.threads = torch.get_num_threads()
@@ -162,14 +148,12 @@ class TokenStep:
 
     def held(self, table: RowTable, window: int | None) -> tuple[int, ...]:
         """What the kernel calls so, of a layer."""
-        seen = 0
+        seen = windows = 0
         if window is not None:
             if window not in self._windows:
-                self._windows[window] = np.ascontiguousarray(self._seen(window))
-            seen = self._windows[window].ctypes.data
-        begins, _ = self._begins.buffer_info()
-        stored = ctypes.addressof(self._stored)
-        return len(self._begins) - 1, begins, table.bounds, table.runs, stored, table.first, seen
+                self._windows[window] = np.ascontiguousarray(self._seen(window), dtype=np.int64)
+            seen, windows = self._windows[window].ctypes.data, len(self._windows[window])
+        return *self._at, seen, self.length, windows, *table.at
 
     def attend(
         self,
@@ -185,32 +169,29 @@ class TokenStep:
         table = self.rows(store, k_BKSD[0], v_BKSD[0])
         if table is None:
             return None
-        (_, heads, rows, dim), kv_heads, value_dim = q_BHSD.shape, k_BKSD.shape[1], v_BKSD.shape[3]
+        (_, heads, rows, dim), (_, kv_heads, k_rows, _), value_dim = q_BHSD.shape, k_BKSD.shape, v_BKSD.shape[3]
+        assert k_rows == v_BKSD.shape[2] == rows, "keys and values of other rows than queries"
         (_, q_head, q_row, _), (_, k_head, k_row, _) = q_BHSD.stride(), k_BKSD.stride()
         _, v_head, v_row, _ = v_BKSD.stride()
         step = array("q", (
             self._pairs and q_BHSD.dtype == torch.bfloat16, rows, heads, kv_heads, dim, value_dim,
             q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row, v_BKSD.data_ptr(), v_head, v_row,
         ))  # fmt: skip
-        held, kind, sink = array("q", self.held(table, scoring.window)), TYPES[q_BHSD.dtype], None
-        if sinks is not None:
-            sinks = sinks.to(torch.float32).contiguous()
-            sink = sinks.data_ptr()
+        held, kind = array("q", self.held(table, scoring.window)), TYPES[q_BHSD.dtype]
+        sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out, alone = q_BHSD.new_empty((1, rows, heads, value_dim)), self._gather is None
         found = out if alone else q_BHSD.new_empty((rows, heads, value_dim + 1), dtype=torch.float32)
         with self._compute("attention", layer):
-            failed = self._kernel.step(
-                kind, step.buffer_info()[0], held.buffer_info()[0], scoring.scale, sink, not alone, self.threads,
-                found.data_ptr(),
+            code = self._kernel.step(
+                kind, step.buffer_info()[0], held.buffer_info()[0], scoring.scale, *located(sinks), not alone,
+                self.threads, found.data_ptr(),
             )  # fmt: skip
-        if self._gather is not None and not failed:
+        if self._gather is not None and not code:
             parts = self._gather(found, layer)
-            count = rows * heads
-            failed = self._kernel.merge(
-                kind, parts.data_ptr(), len(parts), count, heads, value_dim, sink, out.data_ptr()
-            )
-        if failed:
-            raise MemoryError(f"no memory for partial results of {rows} rows and {heads} heads")
+            sizes = parts.numel(), len(parts), rows * heads, heads, value_dim
+            code = self._kernel.merge(kind, parts.data_ptr(), *sizes, *located(sinks), out.data_ptr())
+        if code:
+            raise fault(code, f"partial results of {rows} rows and {heads} heads")
         return out
 
 

@@ -85,12 +85,7 @@ def _on_processor(
     every, size = Run.of(k_KRD, v_KRD), k_KRD.element_size()
     return _decode(
         q_HLD,
-        [
-            [every._replace(k=every.k + at * every.k_step * size, v=every.v + at * every.v_step * size, tokens=rows)]
-            if rows
-            else []
-            for at, rows in zip(first, count, strict=True)
-        ],
+        [[every.part(at, rows, size)] if rows else [] for at, rows in zip(first, count, strict=True)],
         len(k_KRD),
         v_KRD.shape[2],
         scale,

@@ -9,14 +9,16 @@ import ctypes
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel
+from megakv.attention.compiled import DecodeKernel, located
 from megakv.attention.layer import LayerCalls
 from megakv.attention.step import RowTable, TokenStep
+from megakv.base.library import fault
 from megakv.distributed.channel import Channel
 
 PARTS = ("inputs", "attention", "partial", "outputs", "feed_forward")
@@ -54,8 +56,10 @@ class Moment(NamedTuple):
 class _Ranks(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         *((name, ctypes.c_void_p) for name in MESSAGES),
-        ("widths", ctypes.POINTER(ctypes.c_int64)), ("first", ctypes.c_int64), ("columns", ctypes.c_int64),
-        ("outputs_bias", ctypes.c_void_p), ("feed_forward_bias", ctypes.c_void_p),
+        ("widths", ctypes.POINTER(ctypes.c_int64)), ("width_count", ctypes.c_int64),
+        ("first", ctypes.c_int64), ("columns", ctypes.c_int64),
+        ("outputs_bias", ctypes.c_void_p), ("outputs_biases", ctypes.c_int64),
+        ("feed_forward_bias", ctypes.c_void_p), ("feed_forward_biases", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -73,14 +77,12 @@ class WholeLayer:
         found: dict[str, Channel | None] = {name: getattr(ranks, name) for name in MESSAGES}
         self.channels = {name: channel for name, channel in found.items() if channel is not None}
         first, end = ranks.columns
-        self._plan = _Ranks(
-            **{name: channel.address for name, channel in self.channels.items()},
-            widths=(ctypes.c_int64 * len(ranks.widths))(*ranks.widths),
-            first=first,
-            columns=end - first,
-            outputs_bias=None if ranks.outputs_bias is None else ranks.outputs_bias.data_ptr(),
-            feed_forward_bias=None if ranks.feed_forward_bias is None else ranks.feed_forward_bias.data_ptr(),
+        addresses = (None if channel is None else channel.address for channel in found.values())
+        widths, biases = (
+            (ctypes.c_int64 * len(ranks.widths))(*ranks.widths),
+            (ranks.outputs_bias, ranks.feed_forward_bias),
         )
+        self._plan = _Ranks(*addresses, widths, len(widths), first, end - first, *chain(*map(located, biases)))
         self.address = ctypes.addressof(self._plan)
         size, hidden = calls.dtype.itemsize, calls.hidden
         row = {
@@ -139,18 +141,18 @@ class WholeLayersCall:
         DistNetworkError
             If another rank's connection is over, or nothing came in time.
         """
-        out, rows = torch.empty_like(x), x.numel() // x.shape[-1]
+        out, rows, calls = torch.empty_like(x), x.numel() // x.shape[-1], self.layers[0].calls
+        assert x.shape[-1] == calls.hidden and cos.numel() == sin.numel() == rows * calls.weights.head_dim
         held = array("q")
         for table in tables:
             held.extend(step.held(table, window))
-        failed = self._call(
-            ctypes.addressof(self._plans), held.buffer_info()[0], len(tables), rows, x.data_ptr(), cos.data_ptr(),
-            sin.data_ptr(), step.threads, out.data_ptr(), self._at.buffer_info()[0],
-        )  # fmt: skip
-        if failed:
+        if code := self._call(
+            ctypes.addressof(self._plans), len(self._plans), held.buffer_info()[0], len(tables), rows, x.data_ptr(),
+            cos.data_ptr(), sin.data_ptr(), step.threads, out.data_ptr(), self._at.buffer_info()[0],
+        ):  # fmt: skip
             for channel in self._channels:
                 channel.check()
-            raise MemoryError("no memory for activations of layers")
+            raise fault(code, "activations of layers")
         moments, at = [], self._at.tolist()
         for first, layer in zip(range(0, len(at), 2 * len(PARTS)), self.layers[: len(tables)], strict=False):
             places = ((name, sent * rows, first + 2 * part) for part, name, sent in layer.timed)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megakv.attention.tiles import Tiles
 
-RUN_WORDS = tl.constexpr(7)
+RUN_WORDS = tl.constexpr(9)
 """Of a `megakv.attention.compiled.Run`."""
 PROGRAMS = 528
 """Four for each multiprocessor of an H100: the keys of few sequences are split among as many."""
@@ -141,7 +141,7 @@ def attend_step(
     skips : Tensor
         ``[L]`` int64: first rows that are not seen.
     runs : Tensor
-        ``[n, 7]`` int64, each a `megakv.attention.compiled.Run` whose addresses are multiples of 16 bytes, and whose
+        ``[n, 9]`` int64, each a `megakv.attention.compiled.Run` whose addresses are multiples of 16 bytes, and whose
         strides are of 8 elements; the last one of each sequence counts the new row.
     sinks : Tensor or None
         ``[H]`` scores of a key that every query sees, and whose value is zero.

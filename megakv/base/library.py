@@ -14,9 +14,16 @@ from megakv.base.kernel_build import BUILT, SOURCES, compiled, file_name, flags_
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """What the kernels read, and how they are told so."""
-
-
+FAULTS = ("sizes", "bounds of sequences", "runs", "rows", "weights", "parts of ranks", "a channel")
+"""What does not fit, by the numbers from 3 on that compiled calls return."""
 Kernel = TypeVar("Kernel")
+
+
+def fault(code: int, lacking: str) -> Exception:
+    """The error for what a compiled call returned: what memory was lacking for, or what its caller got wrong."""
+    if code == 1:
+        return MemoryError(f"no memory for {lacking}")
+    return RuntimeError(f"a compiled call was given {FAULTS[code - 3]} that do not fit together")
 
 
 def load(name: str, make: Callable[[Path], Kernel], check: Callable[[Kernel], str]) -> tuple[Kernel | None, str]:

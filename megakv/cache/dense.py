@@ -78,7 +78,7 @@ class DenseStore(KVStore):
                 self._table.add(sequence, rows)
         if self._table is None:
             every = range(len(self._held))
-            runs = [[Run.of(*pair) for pair in self.runs(sequence)] for sequence in every]
+            runs = [[_to_the_end(*pair) for pair in self.runs(sequence)] for sequence in every]
             self._table = RowTable.of(runs, [self.gone(sequence) for sequence in every], k_KLD.dtype)
         return self._table
 
@@ -133,3 +133,9 @@ class DenseStore(KVStore):
 
     def nbytes(self) -> int:
         return sum(held.nbytes() for held in self._held if held is not None)
+
+
+def _to_the_end(*pair: Tensor) -> Run:
+    """A run with all of the memory behind it, where more rows may come."""
+    k_size, v_size = (int(x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) for x in pair)
+    return Run.of(*pair)._replace(k_size=k_size, v_size=v_size)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import RunTable
+from megakv.attention.compiled import Run, RunTable
 from megakv.attention.varlen import KeyRuns
 from megakv.base.device import upload
 from megakv.base.tensor_files import StreamedTensor
@@ -156,18 +156,20 @@ class RaggedBody(Body):
 
     @cached_property
     def table(self) -> IntArray:
-        """``[K, 7]`` a `Run` for each head. Values without columns are the first ones of the keys."""
+        """``[K, 9]`` a `Run` for each head. Values without columns are the first ones of the keys."""
         pair = self.k_nD, self.v_nD if self.value_dim else self.k_nD
-        table = np.zeros((len(self.counts), 7), dtype=np.int64)
+        table = np.zeros((len(self.counts), len(Run._fields)), dtype=np.int64)
         for column, tokens in enumerate(pair):
-            table[:, column] = tokens.data_ptr() + self.index.bounds[:-1] * (tokens.shape[1] * tokens.element_size())
+            before = self.index.bounds[:-1] * tokens.shape[1]
+            table[:, column] = tokens.data_ptr() + before * tokens.element_size()
+            table[:, 7 + column] = tokens.numel() - before
         table[:, 2], table[:, 4], table[:, 6] = self.counts, pair[0].shape[1], pair[1].shape[1]
         return table
 
     @cached_property
     def runs(self) -> RunTable:
         """Tokens for `DecodeKernel.ready`, each head as a sequence."""
-        return RunTable.of_each(self.table)
+        return RunTable.at(self.table)
 
     @property
     def key_runs(self) -> KeyRuns:

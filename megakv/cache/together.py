@@ -100,9 +100,9 @@ def _on_processor(q_HLD: Tensor, scoring: Scoring, held: _Held) -> tuple[Tensor,
     for row, part in held.tails:
         tables[row].append(_head_runs(part.k_KSD, scoring.values(part.k_KSD, part.v_KSD)))
     # To the kernel each KV head is a sequence, with the runs that its own sequence has.
-    runs = np.concatenate([np.stack(own, axis=1).reshape(-1, 7) for own in tables if own])
+    runs = np.concatenate([np.stack(own, axis=1).reshape(-1, len(Run._fields)) for own in tables if own])
     bounds = np.concatenate([[0], np.cumsum(np.repeat([len(own) for own in tables], kv_heads))])
-    table = RunTable(runs.ctypes.data, bounds.ctypes.data, (runs, bounds, held))
+    table = RunTable.at(runs, bounds, held)
     value_dim = held.bodies[0][1].value_dim if scoring.value_columns is None else scoring.value_columns
     q_NG1D = q_HLD.transpose(0, 1).reshape(rows * kv_heads, group, 1, dim)
     out, lse = kernel.ready(q_NG1D, table, 1, value_dim, scoring.scale)()
@@ -110,11 +110,12 @@ def _on_processor(q_HLD: Tensor, scoring: Scoring, held: _Held) -> tuple[Tensor,
 
 
 def _head_runs(k_KSD: Tensor, v_KSD: Tensor) -> IntArray:
-    """``[K, 7]`` a `Run` for each head."""
+    """``[K, 9]`` a `Run` for each head."""
     run = Run.of(k_KSD, v_KSD)
     table = np.tile(np.array(run, dtype=np.int64), (len(k_KSD), 1))
     for column, step in enumerate((run.k_head, run.v_head)):
-        table[:, column] += np.arange(len(k_KSD)) * step * k_KSD.element_size()
+        # The address, and what lies behind it.
+        table[:, column::7] += np.outer(np.arange(len(k_KSD)), (step * k_KSD.element_size(), -step))
     return table
 
 

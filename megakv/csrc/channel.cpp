@@ -2,15 +2,13 @@
 
 #include "channel.h"
 
-// Bytes of memory, zeros at first, for so many processes.
-extern "C" int64_t megakv_channel_bytes(int64_t ranks, int64_t slot) { return ranks * (LINE + 2 * slot); }
+extern "C" int64_t megakv_channel_bytes(int64_t ranks, int64_t slot) { return Channel::bytes(ranks, slot); }
 
-// received [ranks, bytes] = what all send. Returns 0, or 2: then the channel says why.
-extern "C" int megakv_channel_exchange(Channel* channel, const void* send, int64_t bytes, void* received) {
-  try {
+// received [ranks, bytes], of so many bytes in all, = what all send. Returns how it ended: see `Fault`.
+extern "C" int megakv_channel_exchange(Channel* channel, const void* send, int64_t bytes, void* received, int64_t size) {
+  return ended([&] {
+    channel->check();
+    require(within(size, 1, 0, channel->ranks, bytes, bytes), Fault::CHANNEL);
     exchange(*channel, send, bytes, received);
-  } catch (const Broken&) {
-    return 2;
-  }
-  return 0;
+  });
 }

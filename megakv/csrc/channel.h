@@ -30,6 +30,8 @@
 #define MSG_NOSIGNAL 0
 #endif
 
+#include "faults.h"
+
 namespace {
 
 constexpr int64_t LINE = 64;
@@ -54,22 +56,27 @@ struct Channel {
   void* memory;                    // none: then
   const int* links;                // there is a connection to each of the others
   int64_t ranks, own;
-  int64_t slot;  // bytes of a place in memory
+  int64_t slot, memory_bytes;  // bytes of a place in memory, and of all of it
   uint64_t number;  // of the next message there
   double spinning;  // seconds before this process goes to sleep
   int64_t failed;
-};
 
-// Ends whatever waits, out of all calls.
-struct Broken {};
+  // Bytes of memory, zeros at first, for so many processes.
+  static int64_t bytes(int64_t ranks, int64_t slot) { return ranks * (LINE + 2 * slot); }
+
+  void check() const {
+    require(own >= 0 && own < ranks && slot > 0 && (!memory || memory_bytes >= bytes(ranks, slot)), Fault::CHANNEL);
+  }
+};
 
 inline double now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
+// Ends whatever waits, out of all calls.
 [[noreturn]] inline void fail(Channel& channel, int64_t why) {
   channel.failed = why;
-  throw Broken{};
+  throw Fault::MESSAGE;
 }
 
 // One wait for others, from its first look on.
@@ -143,7 +150,7 @@ inline void through_links(Channel& channel, const char* send, int64_t bytes, cha
   }
 }
 
-// received [ranks, bytes] = what all send. Throws `Broken`.
+// received [ranks, bytes] = what all send.
 inline void exchange(Channel& channel, const void* send, int64_t bytes, void* received) {
   channel.failed = NONE;
   if (!channel.memory) return through_links(channel, (const char*)send, bytes, (char*)received);

@@ -1,10 +1,10 @@
 // Attention of a few query rows: see decode.h.
 
-#include <new>
 #include <type_traits>
 
 #include "decode.h"
 #include "packed.h"
+#include "rounding.h"
 
 namespace {
 
@@ -33,20 +33,29 @@ void attend_packed(const float* q, const Run& run, const Packing& packing, const
 // q [sequences, kv_heads, rows, key_dim] and the results [sequences, kv_heads, rows, value_dim] and
 // [sequences, kv_heads, rows] are float32 and contiguous. A sequence's keys and values lie in its runs, from
 // bounds[sequence] on, in the type (0 float32, 1 bfloat16, 2 float16), or packed where a packing is given.
-// Returns 0, or 1 if there is no memory for partial results.
-extern "C" int megakv_decode(int type, const Packing* packing, const float* q, int64_t sequences,
-                             const int64_t* bounds, const Run* runs, int64_t kv_heads, int64_t rows, int64_t key_dim,
-                             int64_t value_dim, float scale, int threads, float* out, float* lse) {
+// Returns how it ended: see `Fault`.
+extern "C" int megakv_decode(int type, const Packing* packing, const float* q, int64_t sequences, const int64_t* bounds,
+                             int64_t bound_count, const Run* runs, int64_t run_count, int64_t kv_heads, int64_t rows,
+                             int64_t key_dim, int64_t value_dim, float scale, int threads, float* out, float* lse) {
   const Shape shape{kv_heads, rows, (int)key_dim, (int)value_dim};
   const Input input{q, runs, bounds, sequences};
-  const auto typed = [&](auto like) {
+  const auto check = [&] {
+    require(kv_heads > 0 && rows >= 0 && key_dim >= 0 && value_dim >= 0 && threads > 0, Fault::SIZES);
+    require(divides(bounds, bound_count, sequences, run_count), Fault::SEQUENCES);
+  };
+  const auto plain = [&](auto like) {
     typedef decltype(like) T;
+    check();
+    Runs{runs, runs + run_count}.check(kv_heads, key_dim, value_dim);
     const auto attend = [&](const float* query, const Run& run, Range heads, Range keys, State state) {
       attend_chunk<T>(query, run, shape, heads, keys, state);
     };
     decode(input, shape, scale, threads, attend, out, lse);
   };
   const auto packed = [&](auto bits) {
+    check();
+    require(packing->fits(kv_heads * (key_dim + value_dim)), Fault::SIZES);
+    Runs{runs, runs + run_count}.check(1, packing->bytes(), 0);
     const int64_t size = TILE * (key_dim + value_dim);
     std::vector<float> buffers(threads * size);
     const auto attend = [&](const float* query, const Run& run, Range heads, Range keys, State state) {
@@ -55,17 +64,8 @@ extern "C" int megakv_decode(int type, const Packing* packing, const float* q, i
     };
     decode(input, shape, scale, threads, attend, out, lse);
   };
-  try {
-    if (packing) {
-      if (packing->bits == 4) packed(std::integral_constant<int, 4>{});
-      if (packing->bits == 8) packed(std::integral_constant<int, 8>{});
-    } else {
-      if (type == 0) typed(float{});
-      if (type == 1) typed(BFloat16{});
-      if (type == 2) typed(Float16{});
-    }
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+  if (!packing) return typed(type, plain);
+  return ended([&] {
+    packing->bits == 4 ? packed(std::integral_constant<int, 4>{}) : packed(std::integral_constant<int, 8>{});
+  });
 }

@@ -65,11 +65,18 @@ void multiply(const Cell* x, int64_t x_step, const T* const weight[SIDE], int64_
   }
 }
 
-// Rows of a weight, `step` elements apart, and a bias of as many elements where there is one.
+// Rows of a weight, `step` elements apart, each of so many columns, and a bias where there is one.
 struct Linear {
   const void* weight;
-  int64_t step, outputs;
+  int64_t step, outputs, columns;
   const void* bias;
+  int64_t biases;
+
+  // Whether it is for inputs of so many columns.
+  void check(int64_t inputs) const {
+    require(outputs >= 0 && columns == inputs && (outputs < 2 || step >= columns), Fault::WEIGHTS);
+    require(!bias || biases == outputs, Fault::WEIGHTS);
+  }
 };
 
 // Calls compute(first, last, memory) with the blocks of every thread, and memory for so many floats.

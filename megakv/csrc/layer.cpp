@@ -12,9 +12,30 @@ namespace {
 // What ranks divide of a layer, and how they exchange it; none where this one has all of it.
 struct Ranks {
   Channel *inputs, *attention, *outputs, *feed_forward;
-  const int64_t* widths;                         // columns of queries, keys and values together, of each rank
-  int64_t outputs_first, outputs_columns;        // those of what was attended to that this rank projects
-  const void *outputs_bias, *feed_forward_bias;  // of sums
+  const int64_t* widths;  // columns of queries, keys and values together, of each of so many ranks
+  int64_t width_count;
+  int64_t outputs_first, outputs_columns;  // those of what was attended to that this rank projects
+  const void* outputs_bias;                // of sums, as the other one
+  int64_t outputs_biases;
+  const void* feed_forward_bias;
+  int64_t feed_forward_biases;
+
+  void check(const Layer& layer) const {
+    for (const Channel* channel : {inputs, attention, outputs, feed_forward})
+      if (channel) channel->check();
+    if (inputs) {
+      require(width_count == inputs->ranks && widths[inputs->own] == layer.own_columns(), Fault::RANKS);
+      require(*std::min_element(widths, widths + width_count) >= 0, Fault::RANKS);
+      require(std::accumulate(widths, widths + width_count, (int64_t)0) == layer.columns(), Fault::RANKS);
+    } else {
+      require(layer.own_columns() == layer.columns(), Fault::WEIGHTS);
+    }
+    const int64_t attended = layer.heads * layer.head_dim, columns = outputs ? outputs_columns : attended;
+    require(!columns || layer.o.columns == columns, Fault::RANKS);
+    require(!outputs || within(attended, 1, 0, 2, outputs_first, columns), Fault::RANKS);
+    require(!outputs_bias || outputs_biases == layer.hidden, Fault::RANKS);
+    require(!feed_forward_bias || feed_forward_biases == layer.hidden, Fault::RANKS);
+  }
 };
 
 // What of a layer takes its time, and seconds since the call began at which that began and ended.
@@ -60,7 +81,7 @@ void project_together(const Layer& layer, const Ranks& ranks, int64_t rows, cons
 template <class T>
 void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64_t rows, const T* x, const T* cos,
                  const T* sin, float scale, int threads, T* out, Moments& moments) {
-  const int64_t dim = layer.head_dim, width = layer.heads * dim, columns = width + 2 * layer.kv_heads * dim;
+  const int64_t dim = layer.head_dim, width = layer.heads * dim, columns = layer.columns();
   const int64_t hidden = layer.hidden;
   Space<T> packed(rows * columns), attended(rows * width);
   if (ranks.inputs)
@@ -116,41 +137,57 @@ struct TokenLayer {
   const Layer* layer;
   const Ranks* ranks;
   double scale;
+
+  // Whether rows go through it behind those of the first layer.
+  void check(const Layer& first, const Held& held, int64_t rows) const {
+    layer->check();
+    ranks->check(*layer);
+    held.check(rows, layer->kv_heads, layer->head_dim, layer->head_dim);
+    const bool alike = layer->type == first.type && layer->hidden == first.hidden && layer->head_dim == first.head_dim;
+    require(alike, Fault::WEIGHTS);
+  }
 };
 
-// `count` whole layers, one behind the other, of a few rows of each sequence: out [rows, hidden] of x [rows, hidden], with
-// rotary embeddings [rows, head_dim]. `at` [count, 5, 2] is written where something took place. Returns 0; 1 if memory is
-// lacking; 2 if a channel says why its message did not come.
-extern "C" int megakv_token_layers(const TokenLayer* layers, const Held* held, int64_t count, int64_t rows, const void* x,
-                                   const void* cos, const void* sin, int threads, void* out, double* at) {
+// `count` whole layers of `given` ones, one behind the other, of a few rows of each sequence: out [rows, hidden] of
+// x [rows, hidden], with rotary embeddings [rows, head_dim]. `at` [given, 5, 2] is written where something took place.
+// Returns how it ended: see `Fault`.
+extern "C" int megakv_token_layers(const TokenLayer* layers, int64_t given, const Held* held, int64_t count, int64_t rows,
+                                   const void* x, const void* cos, const void* sin, int threads, void* out, double* at) {
   const double begun = now();
-  try {
-    return typed(layers->layer->type, [&](auto like) {
-      typedef decltype(like) T;
-      // By turns: a layer's results are the next one's hidden states.
-      Space<T> turns[2]{Space<T>(0), Space<T>(0)};
-      const T* from = (const T*)x;
-      for (int64_t i = 0; i < count; ++i) {
-        Space<T>& own = turns[i % 2];
-        if (i + 1 < count && !own.size()) own = Space<T>(rows * layers[i].layer->hidden);
-        T* const to = i + 1 < count ? own.data() : (T*)out;
-        Moments moments(at + 2 * PARTS * i, begun);
-        token_layer(*layers[i].layer, *layers[i].ranks, held[i], rows, from, (const T*)cos, (const T*)sin,
-                    (float)layers[i].scale, threads, to, moments);
-        from = to;
-      }
-    });
-  } catch (const Broken&) {
-    return 2;
-  }
+  return typed(layers->layer->type, [&](auto like) {
+    typedef decltype(like) T;
+    require(count <= given && threads > 0, Fault::SIZES);
+    for (int64_t i = 0; i < count; ++i) layers[i].check(*layers->layer, held[i], rows);
+    // By turns: a layer's results are the next one's hidden states.
+    Space<T> turns[2]{Space<T>(0), Space<T>(0)};
+    const T* from = (const T*)x;
+    for (int64_t i = 0; i < count; ++i) {
+      Space<T>& own = turns[i % 2];
+      if (i + 1 < count && !own.size()) own = Space<T>(rows * layers[i].layer->hidden);
+      T* const to = i + 1 < count ? own.data() : (T*)out;
+      Moments moments(at + 2 * PARTS * i, begun);
+      token_layer(*layers[i].layer, *layers[i].ranks, held[i], rows, from, (const T*)cos, (const T*)sin,
+                  (float)layers[i].scale, threads, to, moments);
+      from = to;
+    }
+  });
+}
+
+// Calls with a number of the type of a layer that fits together.
+template <class Call> int layered(const Layer& layer, Call call) {
+  return typed(layer.type, [&](auto like) {
+    layer.check();
+    call(like);
+  });
 }
 
 // out [rows, (heads + 2 kv_heads) head_dim] = this rank's queries, keys and values of hidden states x [rows, hidden]; with
 // rotary embeddings [rows, head_dim] where they are given, and all heads are here.
 extern "C" int megakv_project(const Layer* layer, int64_t rows, const void* x, const void* cos, const void* sin,
                               int threads, void* out) {
-  return typed(layer->type, [&](auto like) {
+  return layered(*layer, [&](auto like) {
     typedef decltype(like) T;
+    require(!cos || layer->own_columns() == layer->columns(), Fault::WEIGHTS);
     project(*layer, rows, (const T*)x, threads, (T*)out);
     if (cos) rotate_all(*layer, rows, (const T*)cos, (const T*)sin, threads, (T*)out);
   });
@@ -159,7 +196,7 @@ extern "C" int megakv_project(const Layer* layer, int64_t rows, const void* x, c
 // Norms and rotary embeddings of all heads, in place.
 extern "C" int megakv_rotate(const Layer* layer, int64_t rows, const void* cos, const void* sin, int threads,
                              void* out) {
-  return typed(layer->type, [&](auto like) {
+  return layered(*layer, [&](auto like) {
     typedef decltype(like) T;
     rotate_all(*layer, rows, (const T*)cos, (const T*)sin, threads, (T*)out);
   });
@@ -169,8 +206,9 @@ extern "C" int megakv_rotate(const Layer* layer, int64_t rows, const void* cos, 
 // what this rank's columns of the feed-forward make of them: out [rows, hidden], added to `middle` if it is the `whole`.
 extern "C" int megakv_feed_forward(const Layer* layer, int64_t rows, const void* x, const void* attended, int projected,
                                    int whole, int threads, void* middle, void* out) {
-  return typed(layer->type, [&](auto like) {
+  return layered(*layer, [&](auto like) {
     typedef decltype(like) T;
+    require(projected || layer->o.columns == layer->heads * layer->head_dim, Fault::WEIGHTS);
     feed_forward(*layer, rows, (const T*)x, (const T*)attended, projected, whole, threads, (T*)middle, (T*)out);
   });
 }
@@ -179,7 +217,7 @@ extern "C" int megakv_feed_forward(const Layer* layer, int64_t rows, const void*
 // one.
 extern "C" int megakv_add(const Layer* layer, int64_t rows, const void* middle, const void* parts, int64_t ranks,
                           const void* bias, void* out) {
-  return typed(layer->type, [&](auto like) {
+  return layered(*layer, [&](auto like) {
     typedef decltype(like) T;
     add_parts(*layer, rows, (const T*)parts, ranks, bias, (const T*)middle, (T*)out);
   });
@@ -190,7 +228,7 @@ extern "C" int megakv_add(const Layer* layer, int64_t rows, const void* middle, 
 // of the layer's type.
 extern "C" int megakv_normed(const Layer* layer, int behind, int64_t rows, const void* x, const void* added, int wide,
                              int threads, void* middle, void* out) {
-  return typed(layer->type, [&](auto like) {
+  return layered(*layer, [&](auto like) {
     typedef decltype(like) T;
     if (wide)
       normed(*layer, behind, rows, (const T*)x, (const float*)added, threads, (T*)middle, (float*)out);

@@ -11,24 +11,45 @@ namespace {
 
 enum Activation { SILU, GELU, GELU_TANH };
 
+struct Norm {
+  const void* weight;
+  int64_t size;
+  float eps;
+};
+
 struct Layer {
   int64_t type;   // 0 float32, 1 bfloat16, 2 float16
   int64_t pairs;  // many rows of bfloat16 are multiplied by pairs
   int64_t hidden, heads, kv_heads, head_dim, activation;
-  const void *input_norm, *output_norm, *q_norm, *k_norm;  // of the last two none, or one for each column of a head
-  float input_eps, output_eps, q_eps, k_eps;
-  Linear q, k, v, o, gate, up, down;  // those of this rank
+  Norm input_norm, output_norm, q_norm, k_norm;  // of the last two none, or one for each column of a head
+  Linear q, k, v, o, gate, up, down;             // those of this rank
+
+  // Columns of queries, keys and values: of all heads, and of those parts that this rank computes.
+  int64_t columns() const { return (heads + 2 * kv_heads) * head_dim; }
+  int64_t own_columns() const { return q.outputs + k.outputs + v.outputs; }
+
+  void check() const {
+    require(hidden > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0, Fault::SIZES);
+    require(input_norm.size == hidden && output_norm.size == hidden, Fault::WEIGHTS);
+    require((!q_norm.weight || q_norm.size == head_dim) && (!k_norm.weight || k_norm.size == head_dim), Fault::WEIGHTS);
+    for (const Linear* linear : {&q, &k, &v, &gate, &up}) linear->check(hidden);
+    down.check(gate.outputs);
+    o.check(o.columns);
+    require(up.outputs == gate.outputs && down.outputs == hidden && o.outputs == hidden, Fault::WEIGHTS);
+  }
 };
 
 // An RMS norm of a row in float32: by its mean square, rounded, times its weight.
-template <class T> void normalise(float* row, int64_t dim, const T* weight, float eps) {
+template <class T> void normalise(float* row, const Norm& norm) {
+  const int64_t dim = norm.size;
+  const T* const weight = (const T*)norm.weight;
   Floats squares{};
   each_vector(0, dim, [&](int64_t d, int64_t count) {
     const Floats own = some(row + d, count);
     squares += own * own;
   });
   const Four four = folded(squares);
-  const float scale = 1.0f / std::sqrt((four[0] + four[1] + four[2] + four[3]) / dim + eps);
+  const float scale = 1.0f / std::sqrt((four[0] + four[1] + four[2] + four[3]) / dim + norm.eps);
   each_vector(0, dim, [&](int64_t d, int64_t count) {
     const Floats found = kept<T>(some(weight + d, count) * kept<T>(some(row + d, count) * scale));
     std::memcpy(row + d, &found, count * sizeof(float));
@@ -37,11 +58,11 @@ template <class T> void normalise(float* row, int64_t dim, const T* weight, floa
 
 // Norms and rotary embeddings of a row of heads, in place: halves of a head turn together.
 template <class T>
-void rotate(T* heads, int64_t count, int64_t dim, const void* norm, float eps, const T* cos, const T* sin, float* own) {
+void rotate(T* heads, int64_t count, int64_t dim, const Norm& norm, const T* cos, const T* sin, float* own) {
   const int64_t half = dim / 2;
   for (int64_t head = 0; head < count; ++head, heads += dim) {
     each_vector(0, dim, [&](int64_t d, int64_t lanes) { store_rounded(own + d, some(heads + d, lanes), lanes); });
-    if (norm) normalise(own, dim, (const T*)norm, eps);
+    if (norm.weight) normalise<T>(own, norm);
     std::copy(own, own + half, own + dim);
     each_vector(0, dim, [&](int64_t d, int64_t lanes) {
       Floats turned = some(own + d + half, lanes);
@@ -58,13 +79,12 @@ void rotate(T* heads, int64_t count, int64_t dim, const void* norm, float eps, c
 
 template <class T>
 void rotate_all(const Layer& layer, int64_t rows, const T* cos, const T* sin, int threads, T* out) {
-  const int64_t dim = layer.head_dim, step = (layer.heads + 2 * layer.kv_heads) * dim;
+  const int64_t dim = layer.head_dim, step = layer.columns();
   divide(rows, rows * step, threads, 2 * dim + LANES, [&](int64_t first, int64_t last, float* own) {
     for (int64_t row = first; row < last; ++row) {
       T* const heads = out + row * step;
-      rotate(heads, layer.heads, dim, layer.q_norm, layer.q_eps, cos + row * dim, sin + row * dim, own);
-      rotate(heads + layer.heads * dim, layer.kv_heads, dim, layer.k_norm, layer.k_eps, cos + row * dim, sin + row * dim,
-             own);
+      rotate(heads, layer.heads, dim, layer.q_norm, cos + row * dim, sin + row * dim, own);
+      rotate(heads + layer.heads * dim, layer.kv_heads, dim, layer.k_norm, cos + row * dim, sin + row * dim, own);
     }
   });
 }
@@ -95,8 +115,6 @@ template <class T> void gated(const T* gate, const T* up, int64_t begin, int64_t
 template <class T, class P>
 void normed(const Layer& layer, bool behind, int64_t rows, const T* x, const P* added, int threads, T* middle, P* out) {
   const int64_t hidden = layer.hidden;
-  const T* const weight = (const T*)(behind ? layer.output_norm : layer.input_norm);
-  const float eps = behind ? layer.output_eps : layer.input_eps;
   divide(rows, rows * hidden, threads, hidden, [&](int64_t first, int64_t last, float* own) {
     for (int64_t row = first * hidden; row < last * hidden; row += hidden) {
       each_vector(0, hidden, [&](int64_t d, int64_t count) {
@@ -107,7 +125,7 @@ void normed(const Layer& layer, bool behind, int64_t rows, const T* x, const P* 
         }
         store_rounded(own + d, found, count);
       });
-      normalise(own, hidden, weight, eps);
+      normalise<T>(own, behind ? layer.output_norm : layer.input_norm);
       each_vector(0, hidden, [&](int64_t d, int64_t count) { store_rounded(out + row + d, some(own + d, count), count); });
     }
   });
@@ -127,9 +145,7 @@ void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const 
 // This rank's queries, keys and values, before rotary embeddings, of hidden states.
 template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
   Inputs inputs(x, rows, layer.hidden, layer.pairs, threads);
-  inputs.each_row(threads, [&](int64_t, float* own) {
-    normalise(own, layer.hidden, (const T*)layer.input_norm, layer.input_eps);
-  });
+  inputs.each_row(threads, [&](int64_t, float* own) { normalise<T>(own, layer.input_norm); });
   inputs.ready(threads);
   const Linear linears[] = {layer.q, layer.k, layer.v};
   products(inputs, linears, 3, threads, out);
@@ -172,7 +188,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
       store_rounded(sum + d, found, count);
       std::memcpy(own + d, &found, count * sizeof(float));
     });
-    normalise(own, hidden, (const T*)layer.output_norm, layer.output_eps);
+    normalise<T>(own, layer.output_norm);
   });
   inputs.ready(threads);
   Inputs inner(rows, width, layer.pairs);

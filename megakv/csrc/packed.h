@@ -12,6 +12,14 @@ namespace {
 // step for each group of elements, and then a smallest value, float16 where `halves`, else float32.
 struct Packing {
   int64_t bits, group, width, halves;
+
+  // Whether rows of so many elements are packed so.
+  bool fits(int64_t elements) const {
+    return (bits == 4 || bits == 8) && group > 0 && width % group == 0 && elements <= width;
+  }
+
+  // Bytes of a row.
+  int64_t bytes() const { return (width * bits + 7) / 8 + width / group * (halves ? 4 : 8); }
 };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));

@@ -7,11 +7,13 @@ using namespace many;
 
 // q [heads, rows, key_dim], and k [kv_heads, keys, key_dim] and v [kv_heads, keys, value_dim] in runs, in the problem's
 // type, each token's elements side by side. The results [rows, heads, value_dim] and [rows, heads] are float32 and
-// contiguous. Returns 0, or 1 if there is no memory for tiles.
+// contiguous. Returns how it ended: see `Fault`.
 extern "C" int megakv_prefill(const Problem* problem, const void* q, const Run* runs, int64_t count, int threads,
                               float* out, float* lse) {
   return typed(problem->type, [&](auto like) {
     typedef decltype(like) T;
+    require(count >= 0 && threads > 0, Fault::SIZES);
+    problem->check({runs, runs + count});
     with_cell<T>(problem->pairs, [&](auto cell) {
       prefill<T, decltype(cell)>(*problem, q, {runs, runs + count}, threads, out, lse);
     });

@@ -43,8 +43,8 @@ struct Problem {
   int64_t type;   // 0 float32, 1 bfloat16, 2 float16
   int64_t pairs;  // bfloat16 is multiplied as it is, by pairs, and weights are rounded to it
   int64_t kv_heads, group, rows, keys, key_dim, value_dim;
-  // Elements of queries from one head, or token, to the next.
-  int64_t q_head, q_step;
+  // Elements of queries from one head, or token, to the next, and to the end of memory.
+  int64_t q_head, q_step, q_size;
   // [rows] each: row i sees keys low[i] to high[i] - 1. None: keys up to i, where it is causal, or else all.
   int64_t causal;
   const int64_t *low, *high;
@@ -52,6 +52,18 @@ struct Problem {
   const float* slopes;
   const int64_t *q_slots, *k_positions;
   double scale, cap;  // A scaled score s becomes cap * tanh(s / cap); 0: none.
+  // Bytes of the five tables.
+  int64_t low_bytes, high_bytes, slopes_bytes, q_slots_bytes, k_positions_bytes;
+
+  void check(Runs runs) const {
+    require(kv_heads > 0 && group > 0 && keys >= 0 && keys <= INT32_MAX, Fault::SIZES);
+    require(within(q_size, kv_heads * group, q_head, rows, q_step, key_dim), Fault::ROWS);
+    require(!high || (low && low_bytes / 8 == rows && high_bytes / 8 == rows), Fault::ROWS);
+    require(!slopes || (slopes_bytes / 4 == kv_heads * group && q_slots_bytes / 8 == rows), Fault::ROWS);
+    require(!slopes || k_positions_bytes / 8 == keys, Fault::ROWS);
+    runs.check(kv_heads, key_dim, value_dim);
+    require(runs.keys() == keys, Fault::RUNS);
+  }
 };
 
 // Lines of the cache that so many cells take.

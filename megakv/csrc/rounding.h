@@ -3,16 +3,16 @@
 #pragma once
 
 #include <memory>
-#include <new>
 
+#include "faults.h"
 #include "vectors.h"
 
 namespace {
 
-// Memory for so many numbers, whatever they are at first: a vector would write each of them.
+// Memory for so many numbers, whatever they are at first: a vector would write each of them. That for none has an address.
 template <class T> class Space {
  public:
-  explicit Space(int64_t count) : numbers(count ? new T[count] : nullptr), count(count) {}
+  explicit Space(int64_t count) : numbers(new T[count]), count(count) {}
 
   T* data() { return numbers.get(); }
   const T* data() const { return numbers.get(); }
@@ -86,16 +86,14 @@ template <class T> inline Floats kept(Floats value) {
   return load(lanes);
 }
 
-// Calls with a number of the type (0 float32, 1 bfloat16, 2 float16); returns 1 if there was no memory, else 0.
-template <class Call> int typed(int type, Call call) {
-  try {
+// Calls with a number of the type (0 float32, 1 bfloat16, 2 float16), and says how that ended.
+template <class Call> int typed(int64_t type, Call call) {
+  return ended([&] {
+    require(type >= 0 && type <= 2, Fault::SIZES);
     if (type == 0) call(float{});
     if (type == 1) call(BFloat16{});
     if (type == 2) call(Float16{});
-  } catch (const std::bad_alloc&) {
-    return 1;
-  }
-  return 0;
+  });
 }
 
 }  // namespace

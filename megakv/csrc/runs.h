@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "faults.h"
+
 namespace {
 
-// Those that lie at one distance from each other, and elements from one head, or key, to the next.
+// Those that lie at one distance from each other: elements from one head, or key, to the next, and to the end of memory.
 struct Run {
   const void *k, *v;
-  int64_t keys, k_head, k_step, v_head, v_step;
+  int64_t keys, k_head, k_step, v_head, v_step, k_size, v_size;
 };
 
 struct Runs {
@@ -21,6 +23,14 @@ struct Runs {
     int64_t sum = 0;
     for (const Run& run : *this) sum += run.keys;
     return sum;
+  }
+
+  // Whether memory holds what they say, of so many heads.
+  void check(int64_t heads, int64_t key_dim, int64_t value_dim) const {
+    for (const Run& run : *this)
+      require(within(run.k_size, heads, run.k_head, run.keys, run.k_step, key_dim) &&
+                  within(run.v_size, heads, run.v_head, run.keys, run.v_step, value_dim),
+              Fault::RUNS);
   }
 };
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <numeric>
+
 #include "decode.h"
 #include "prefill.h"
 #include "rounding.h"
@@ -26,10 +28,27 @@ struct Step {
 // Where every sequence's keys and values lie, and its new rows: see megakv_step.
 struct Held {
   int64_t sequences;
-  const int64_t *begins, *bounds;
-  const Run* runs;
+  const int64_t* begins;
   const uint8_t* stored;
-  const int64_t *first, *seen;
+  const int64_t* seen;
+  int64_t marks, windows;  // as many rows are marked as stored or not, and have a window where one is given
+  int64_t held;            // sequences of the table that follows
+  const int64_t *bounds, *first;
+  const Run* runs;
+  int64_t run_count;
+
+  Runs of(int64_t sequence) const { return {runs + bounds[sequence], runs + bounds[sequence + 1]}; }
+
+  void check(int64_t rows, int64_t kv_heads, int64_t key_dim, int64_t value_dim) const {
+    require(divides(begins, sequences + 1, sequences, rows) && begins[0] == 0 && begins[sequences] == rows, Fault::ROWS);
+    require(marks == rows && (!seen || windows == rows), Fault::ROWS);
+    require(divides(bounds, held + 1, sequences, run_count), Fault::SEQUENCES);
+    for (int64_t sequence = 0; sequence < sequences; ++sequence) {
+      of(sequence).check(kv_heads, key_dim, value_dim);
+      const uint8_t *const first = stored + begins[sequence], *const last = stored + begins[sequence + 1];
+      require(std::accumulate(first, last, (int64_t)0) <= of(sequence).keys(), Fault::RUNS);
+    }
+  }
 };
 
 template <class T> const T* row(const Heads& heads, int64_t head, int64_t row) {
@@ -91,7 +110,7 @@ void attend_singles(const Step& s, const Held& held, const std::vector<int64_t>&
     const int64_t sequence = sequences[i], index = held.begins[sequence];
     for (int64_t head = 0; head < s.heads; ++head)
       widen(row<T>(s.q, head, index), s.key_dim, &q[(i * s.heads + head) * s.key_dim]);
-    visible.insert(visible.end(), held.runs + held.bounds[sequence], held.runs + held.bounds[sequence + 1]);
+    visible.insert(visible.end(), held.of(sequence).begin(), held.of(sequence).end());
     bounds.push_back(visible.size());
     if (held.seen)
       skip<T>(visible.data() + bounds[i], visible.data() + bounds[i + 1], held.seen[index] - held.first[sequence]);
@@ -130,7 +149,7 @@ void attend_step(const Step& s, const Held& held, float scale, const float* sink
   std::vector<int64_t> singles;
   for (int64_t sequence = 0; sequence < held.sequences; ++sequence) {
     const int64_t begin = held.begins[sequence], end = held.begins[sequence + 1], count = end - begin;
-    const Runs runs{held.runs + held.bounds[sequence], held.runs + held.bounds[sequence + 1]};
+    const Runs runs = held.of(sequence);
     const int64_t keys = runs.keys();
     int64_t kept = 0;
     for (int64_t index = begin; index < end; ++index) kept += held.stored[index];

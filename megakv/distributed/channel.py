@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megakv.base.errors import MegaKVError
-from megakv.base.library import load
+from megakv.base.library import fault, load
 from megakv.distributed.direct import SPIN_SECONDS, Links, is_over
 
 FOLDER = Path("/dev/shm")
@@ -44,14 +44,14 @@ class ChannelCalls:
         whole, pointer = ctypes.c_int64, ctypes.c_void_p
         self.bytes, self.exchange = library.megakv_channel_bytes, library.megakv_channel_exchange
         self.bytes.argtypes, self.bytes.restype = [whole, whole], whole
-        self.exchange.argtypes, self.exchange.restype = [pointer, pointer, whole, pointer], ctypes.c_int
+        self.exchange.argtypes, self.exchange.restype = [pointer, pointer, whole, pointer, whole], ctypes.c_int
 
 
 class _Channel(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("waiting", _Waiting), ("memory", ctypes.c_void_p), ("links", ctypes.POINTER(ctypes.c_int)),
-        ("ranks", ctypes.c_int64), ("own", ctypes.c_int64), ("slot", ctypes.c_int64), ("number", ctypes.c_uint64),
-        ("spinning", ctypes.c_double), ("failed", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("ranks", "own", "slot", "memory_bytes")),
+        ("number", ctypes.c_uint64), ("spinning", ctypes.c_double), ("failed", ctypes.c_int64),
     ]  # fmt: skip
 
 
@@ -87,6 +87,7 @@ class Channel:
             ranks=len(ranks),
             own=own,
             slot=SLOT_BYTES,
+            memory_bytes=0 if memory is None else len(memory),
             spinning=SPIN_SECONDS if spins else 0.0,
         )
         self.address = ctypes.addressof(self._channel)
@@ -101,8 +102,10 @@ class Channel:
 
         A `DistNetworkError` says that another rank's connection is over, or that nothing came in time.
         """
-        if send.nbytes and self._calls.exchange(self.address, send.data_ptr(), send.nbytes, received.data_ptr()):
+        sizes = send.nbytes, received.data_ptr(), received.nbytes
+        if send.nbytes and (code := self._calls.exchange(self.address, send.data_ptr(), *sizes)):
             self.check()
+            raise fault(code, "a message")
 
     def check(self) -> None:
         """Raise what kept a message from coming, if something did."""

@@ -1,4 +1,4 @@
-"""The C++: no warnings, with each set of vectors; and, with --full, its tests under sanitizers."""
+"""The C++: no warnings and right results with each set of vectors; and, with --full, its tests under sanitizers."""
 
 import os
 import shutil
@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from megakv.base.kernel_build import FLAGS, PAIRS, SOURCES, VECTORS
 
 ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
-KERNEL_TESTS = ("test_compiled", "test_linear", "test_layer", "test_prefill", "test_step")
+VECTOR_TESTS = [
+    f"attention/test_{name}.py" for name in ("compiled", "linear", "layer", "prefill", "step", "token_layer")
+]
+KERNEL_TESTS = [*VECTOR_TESTS, "attention/test_bounds.py", "test_channel.py"]
 MOST_S = 1500
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
@@ -30,16 +34,38 @@ def test_sources_have_no_warnings(vectors: str) -> None:
         assert done.returncode == 0 and not done.stderr, done.stderr[:2000]
 
 
+def run(test: str, folder: Path, kernels: str, **environ: str) -> None:
+    """A file's tests in a process that compiles the C++ so, or finds it in the folder."""
+    options = ["-p", "tests.kernels", "--kernels", kernels, "-p", "no:xdist"]
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-s", *options, f"tests/unit/{test}"]
+    own = {**os.environ, "OMP_NUM_THREADS": "2", "TORCH_EXTENSIONS_DIR": str(folder), **environ}
+    done = subprocess.run(words, cwd=ROOT, env=own, capture_output=True, text=True, timeout=MOST_S)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-6000:]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Libraries that the tests of this file share."""
+    return tmp_path_factory.mktemp("libraries")
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("test", VECTOR_TESTS)
+@pytest.mark.parametrize("vectors", ["AVX2", "none"])
+def test_kernels_for_processors_with_fewer_lanes(folder: Path, vectors: str, test: str) -> None:
+    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("a processor without AVX2")
+    run(test, folder, vectors)
+
+
 @pytest.mark.full
-def test_kernels_under_sanitizers(tmp_path: Path) -> None:
-    found = subprocess.run([str(COMPILER), "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    library = found.stdout.strip()
-    if not Path(library).is_absolute():
+@pytest.mark.parametrize("test", KERNEL_TESTS)
+def test_kernels_under_sanitizers(folder: Path, test: str) -> None:
+    # Both: what throws is looked for where the process begins.
+    names = [f"-print-file-name={name}.so" for name in ("libasan", "libstdc++")]
+    found = [subprocess.run([str(COMPILER), name], capture_output=True, text=True, check=True) for name in names]
+    libraries = [Path(each.stdout.strip()) for each in found]
+    if not all(each.is_absolute() for each in libraries):
         pytest.skip(f"{COMPILER} has no address sanitizer")
     # Python itself keeps memory until its end.
-    environ = {**os.environ, "LD_PRELOAD": library, "ASAN_OPTIONS": "detect_leaks=0", "OMP_NUM_THREADS": "2"}
-    environ["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
-    tests = [f"tests/unit/attention/{name}.py" for name in KERNEL_TESTS]
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.sanitized", "-p", "no:xdist", *tests]
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=MOST_S)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    run(test, folder, "sanitized", LD_PRELOAD=" ".join(map(str, libraries)), ASAN_OPTIONS="detect_leaks=0")

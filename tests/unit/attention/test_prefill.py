@@ -1,4 +1,4 @@
-"""The compiled kernel for many query rows against the dense float64 reference, for every kind of processor."""
+"""The compiled kernel for many query rows against the dense float64 reference."""
 
 import ctypes
 import shutil
@@ -16,27 +16,15 @@ from megakv.base import kernel_build, library
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.fixture(scope="module", params=["widened", "pairs", "AVX2", "none"])
-def kernel(request, tmp_path_factory):
+@pytest.fixture(scope="module", params=["widened", "pairs"])
+def kernel(request):
     found, reason = load_prefill()
     if found is None:
         pytest.skip(f"no compiled kernel: {reason}")
-    if request.param == "widened":
-        return PrefillKernel(library.library("prefill"), pairs=False)
-    if request.param == "pairs":
-        try:
-            return PrefillKernel(library.library("prefill"), pairs=True)
-        except OSError as error:
-            pytest.skip(str(error))
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        pytest.skip("a processor without AVX2")
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("no C++ compiler in the path")
-    flags = ("-O1", *kernel_build.FLAGS[1:], *kernel_build.VECTORS.get(request.param, ()))
-    return PrefillKernel(
-        kernel_build.compiled(kernel_build.SOURCES / "prefill.cpp", tmp_path_factory.mktemp("library"), compiler, flags)
-    )
+    try:
+        return PrefillKernel(library.library("prefill"), pairs=request.param == "pairs")
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 def random_case(generator, *, rows, keys, dtype=None):

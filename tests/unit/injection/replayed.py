@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention import device_step, tiles
+from megakv.attention.compiled import Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import dense_attention
 from megakv.injection import hooks, step_graphs, token_layers
@@ -31,7 +32,8 @@ def attend_step(
     (_, heads, rows, dim), kv_heads, value_dim = q.shape, k.shape[1], v.shape[3]
     out = q.new_zeros(1, rows, heads, value_dim)
     words = runs.reshape(-1)
-    table = words[: len(words) // 7 * 7].view(-1, 7).tolist()
+    size = len(Run._fields)
+    table = words[: len(words) // size * size].view(-1, size).tolist()
     for row in range(rows):
         own = table[bounds[row] : bounds[row + 1]]
         if not own:
