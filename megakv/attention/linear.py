@@ -37,18 +37,16 @@ class LinearKernel:
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_product
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        sizes = whole, whole, whole
-        self._call.argtypes = [number, number, pointer, whole, whole, pointer, *sizes, pointer, whole, number, pointer]
+        self._call.argtypes = [number] * 2 + [pointer, whole, whole] * 2 + [whole, pointer, whole, number, pointer]
         self._call.restype = ctypes.c_int
 
     def most_rows(self, dtype: torch.dtype, *, pairs: bool = False) -> int:
         """Rows up to which it is worth taking, by a measurement of some milliseconds."""
         if dtype not in TYPES:
             return FEW_ROWS
-        own = functools.partial(self, pairs=pairs)
         for most, least in LEAST_GAINS.items():
             x, weight = (torch.ones((rows, 512), dtype=dtype, device="cpu") for rows in (most * 3 // 4, 512))
-            if times_as_fast(F.linear, own, x, weight) >= least:
+            if times_as_fast(F.linear, functools.partial(self, pairs=pairs), x, weight) >= least:
                 return most
         return FEW_ROWS
 

@@ -20,20 +20,13 @@ class MethodEntry:
     """What there is to know of a method beside its code."""
 
     make: Callable[[], AttentionMethod]
-    prefill: bool = False
-    """Whether the JSON may ask for it for prompts."""
-    decode: bool = False
-    """Whether the JSON may ask for it for newly generated tokens."""
-    contiguous: bool = False
-    """Whether its ranks compute consecutive tokens, instead of balanced chunks."""
-    keys_stay: bool = False
-    """Whether no cached key and value leaves its rank."""
-    replicated: bool = False
-    """Whether every rank has the queries of all new tokens."""
-    slices_linears: bool = False
-    """Whether each rank computes its slice of the model's linears, for all of them."""
-    narrows: bool = False
-    """Whether in a last layer that few queries are wanted of these may travel, instead of all keys and values."""
+    prefill: bool = False  # Whether the JSON may ask for it for prompts.
+    decode: bool = False  # Whether the JSON may ask for it for newly generated tokens.
+    contiguous: bool = False  # Whether its ranks compute consecutive tokens, instead of balanced chunks.
+    keys_stay: bool = False  # Whether no cached key and value leaves its rank.
+    replicated: bool = False  # Whether every rank has the queries of all new tokens.
+    slices_linears: bool = False  # Whether each rank computes its slice of the model's linears, for all of them.
+    narrows: bool = False  # Whether, in a last layer that few queries are wanted of, these may travel, not all keys.
 
 
 METHODS: Registry[MethodEntry] = Registry(

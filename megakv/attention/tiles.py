@@ -7,14 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-LEAST_ROWS = 16
-"""A product of Triton has as many query rows at least."""
-KEYS = ((64, 3), (64, 2), (32, 2))
-"""Keys of a tile, and tiles under way: the first of them that has room."""
-SHARED_SHARE = 0.9
-"""Of the memory that a block of threads shares, which products need some of themselves."""
-LEAST_SHARED_BYTES = 48 << 10
-"""Of what every GPU has."""
+LEAST_ROWS = 16  # A product of Triton has as many query rows at least.
+KEYS = ((64, 3), (64, 2), (32, 2))  # Keys of a tile, and tiles under way: the first of them that has room.
+SHARED_SHARE = 0.9  # Of the memory that a block of threads shares: products need some of it themselves.
+LEAST_SHARED_BYTES = 48 << 10  # Every GPU has them.
 
 
 class Tiles(NamedTuple):

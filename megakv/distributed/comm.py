@@ -175,14 +175,12 @@ class Communicator:
     ) -> Transfer:
         """Start passing a buffer to the next rank of the ring while receiving one from the previous rank.
 
-        Both are contiguous; `receive` has the size of what is sent to it. `steps` lead, around the ring, to the rank
-        that is sent to and to the one that is received from.
+        Both are contiguous. `steps` lead, around the ring, to the ranks that are sent to and received from.
         """
-        mesh = self.mesh
-        following, previous = (mesh.cp_ranks[(mesh.cp_rank + step) % mesh.cp_size] for step in steps)
-        posted = self.ledger.mark()
+        ranks, own = self.mesh.cp_ranks, self.mesh.cp_rank
+        following, previous = (ranks[(own + step) % len(ranks)] for step in steps)
+        posted, peers = self.ledger.mark(), (previous, following)
         self.ledger.sent(operation, layer, send.nbytes)
-        peers = (previous, following)
         with self.guard(peers, operation, layer):
             works = self._swap({following: send}, {previous: receive})
         return Transfer(self, works, operation, layer, peers, posted)

@@ -109,10 +109,8 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
             names = (given,) if isinstance(given, str) else given
             named = isinstance(names, list | tuple) and names and all(isinstance(n, str) and n for n in names)
             if not named or not isinstance(kind, str | type):
-                raise ValueError(
-                    "allowed: names of row-parallel linears by class of decoder layer, as in "
-                    "{'LlamaDecoderLayer': ['o_proj', 'down_proj']}"
-                )
+                example = "{'LlamaDecoderLayer': ['o_proj', 'down_proj']}"
+                raise ValueError(f"allowed: names of row-parallel linears by class of decoder layer, as in {example}")
         return policy
 
     @field_serializer("injection_policy")
