@@ -70,12 +70,13 @@ def test_runs_and_bounds_of_sequences() -> None:
     for shape in ({"heads": 2 * HEADS}, {"value_dim": DIM + 1}):
         with refused("runs"):
             call(**shape)
-    packing, rows = Packing(8, 4, 2 * HEADS * DIM, 0), torch.zeros(3, 2 * HEADS * DIM + 8 * HEADS * DIM // 2)
+    packing = Packing(8, 4, 2 * HEADS * DIM, 0)
+    rows = torch.zeros(3, 2 * HEADS * DIM + 8 * HEADS * DIM // 2, dtype=torch.uint8)
     for given, what in (
         (packing, ""), (packing._replace(halves=1), ""), (packing._replace(group=2), "runs"),
         (packing._replace(group=3), "sizes"), (packing._replace(bits=5), "sizes"), (packing._replace(width=8), "sizes"),
     ):  # fmt: skip
-        ready = kernel.rows(q, [[rows.byte()]] * 2, HEADS, DIM, 1.0, given)
+        ready = kernel.rows(q, [[rows]] * 2, HEADS, DIM, 1.0, given)
         if what:
             with refused(what):
                 ready()
