@@ -37,7 +37,8 @@ class LinearKernel:
     def __init__(self, path: Path):
         self._call = ctypes.CDLL(str(path)).megakv_product
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
-        self._call.argtypes = [number] * 2 + [pointer, whole, whole] * 2 + [whole, pointer, whole, number, pointer]
+        table = pointer, whole, whole
+        self._call.argtypes = [number, number, *table, *table, whole, pointer, whole, number, pointer]
         self._call.restype = ctypes.c_int
 
     def most_rows(self, dtype: torch.dtype, *, pairs: bool = False) -> int:
