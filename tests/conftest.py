@@ -14,7 +14,7 @@ import pytest
 import torch
 
 SEED = "MEGAKV_TEST_SEED"
-POOLS = {"launchers": 2, "benchmarks": 2, "links": 1, "ends": 1, "losses": 1, "hosts": 2}
+POOLS = {"launchers": 2, "benchmarks": 1, "links": 1, "ends": 1, "losses": 1, "hosts": 1}
 """Pools that files share, and how many tests of each are drawn in all: what real launchers do beside `forked`, tiny
 runs of benchmarks, which share a harness, benchmarks over emulated links, commands that are ended in the midst, ways to
 lose a rank of a server, and jobs over two hosts."""

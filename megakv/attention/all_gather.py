@@ -12,8 +12,7 @@ from megakv.attention.ring import KVFormat, Scratch
 class AllGatherKV:
     """Every rank first receives all keys and values, then attends to them."""
 
-    partial_type: type[PartialAttention] = PartialAttention
-    """How what was gathered is attended to."""
+    partial_type: type[PartialAttention] = PartialAttention  # How what was gathered is attended to.
 
     def __init__(self) -> None:
         self._scratch = Scratch()
