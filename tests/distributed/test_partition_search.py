@@ -66,7 +66,7 @@ def search(tmp_path_factory: pytest.TempPathFactory) -> Search:
 def test_a_search_that_is_stopped_leaves_nothing_behind(tmp_path: Path) -> None:
     search = Search(tmp_path)
     # Slow enough for Ctrl-C to come in between.
-    words = search.arguments("--repeats", "20")
+    words = search.arguments("--repeats", "5")
     command = [sys.executable, "-m", "megakv.launcher.command", "search-partition", *map(str, words)]
     with open(tmp_path / "stderr", "w+") as stderr:
         process = subprocess.Popen(command, text=True, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True)
