@@ -12,15 +12,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Launch, Rows, is_rank, launch_all, quiet, serve
+from harness.launch import Launch, Rows, benchmark, is_rank
 from harness.links import FREE, checked_rates
 from harness.options import Options
-from harness.runahead_plan import METHODS, SEARCH, groups, identity, is_done
-
-if TYPE_CHECKING:
-    from harness.world import World
+from harness.runahead.plan import METHODS, SEARCH, groups, identity, is_done
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -52,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--bound-repeats", 2, "rounds of single and single_masked, apart")
     options.add("--parts", None, "folder where cells are kept (default: FILE.parts of --json)", kind=str)
     options.hidden("--switch")
-    options.model(without=("kv-heads",))
+    options.model(without=("kv_heads",))
     arguments = options.parse(argv)
     ranks, context = arguments.ranks, arguments.context[0]
     arguments.sizes = arguments.sizes or [ranks]
@@ -70,12 +67,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure the cases of one group, as one of its ranks; they are kept as they are done."""
     from harness.methods import Peers
     from harness.models import random_model
     from harness.publish import Parts, describe_machine
-    from harness.runahead_case import CaseBench
+    from harness.runahead.case import CaseBench
 
     machine = describe_machine()
     parts = Parts(Path(arguments.parts), identity(arguments))
@@ -113,21 +110,19 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
 
 
 def main() -> int:
-    """Entry of the process started by hand, which starts the ranks of every group, and of every rank."""
     arguments = parse_arguments()
-    if is_rank():
-        shared_memory = "tp" in arguments.methods and arguments.rates == [FREE]
-        return serve(arguments, measure_rank, shared_memory=shared_memory)
     from harness.publish import Parts
 
+    def report(*given: Any) -> Any:
+        from harness.runahead.report import report as whole
+
+        return whole(parts, *given)
+
+    shared_memory = "tp" in arguments.methods and arguments.rates == [FREE]
     with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
         parts = Parts(Path(arguments.parts or spare), identity(arguments))
-        status, _, skipped = launch_all(arguments, launches(arguments, parts))
-        quiet()
-        from harness.runahead_report import report
-
-        # What was measured is shown whatever ended the run.
-        return report(arguments, parts, skipped) or status
+        form = {"shared_memory": shared_memory, "kept": True}
+        return benchmark("runahead", arguments, measure_rank, report, launches(arguments, parts), **form)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 Rows = list[dict[str, Any]]
 Summary = dict[str, Any]
+Found = tuple[Rows, Summary, list[Any]]
+"""What a benchmark came to: rows, their summary, and charts."""
 Measure = Callable[[argparse.Namespace, "World"], Rows]
+Report = Callable[[argparse.Namespace, Rows, dict[str, str]], Found]
 
 
 @dataclass(frozen=True)
@@ -50,25 +53,51 @@ def benchmark(
     name: str,
     arguments: argparse.Namespace,
     measure: Measure,
-    report: Callable[[argparse.Namespace, Rows, dict[str, str]], tuple[Summary, Sequence[Any]]],
+    report: Report,
     launches: Iterable[Launch] | None = None,
     *,
     shared_memory: bool = False,
+    kept: bool = False,
 ) -> int:
-    """The exit status. Every rank calls `measure`; `report` prints their rows, and gives a summary and charts."""
+    """The exit status. Every rank calls `measure`; `report` prints their rows and says what they come to.
+
+    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host. Where
+    ranks have `kept` what they measured, that is reported whatever ended the run.
+    """
     if is_rank():
         return serve(arguments, measure, shared_memory=shared_memory)
-    status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
-    if status or not parts:
+    from .publish import describe_machine
+
+    # This process writes the report in its ranks' name: on their accelerator.
+    os.environ.update(rank_environment(arguments))
+    machine = describe_machine()
+    try:
+        status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not kept and (status or not parts):
         return status or 1
     quiet()
     from .predictions import predicted_in_run
-    from .publish import publish
 
     rows = [{**row, "load_average": part["machine"]["load_average"]} for part in parts for row in part["rows"]]
-    rows = predicted_in_run(name, arguments, rows)
-    publish(arguments, name, parts[0]["machine"], rows, *report(arguments, rows, skipped))
-    return 0
+    return (
+        conclude(arguments, name, machine, report(arguments, predicted_in_run(name, arguments, rows), skipped))
+        or status
+    )
+
+
+def conclude(arguments: argparse.Namespace, name: str, machine: dict[str, Any], found: Found) -> int:
+    """Publish what there is: 1 if there is nothing, or where tokens differ."""
+    from .publish import publish
+
+    rows, summary, charts = found
+    if not rows and not summary:
+        print("nothing was measured", file=sys.stderr)
+        return 1
+    publish(arguments, name, machine, rows, summary, charts)
+    return int(summary.get("tokens_equal") is False)
 
 
 def is_rank() -> bool:
@@ -83,10 +112,7 @@ def quiet() -> None:
 
 
 def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: bool) -> int:
-    """What every rank does: the measurement; rank 0 leaves the rows for who started it.
-
-    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host.
-    """
+    """What every rank does: the measurement; rank 0 leaves the rows for who started it."""
     from megakv.launcher.process import report_errors
 
     from .publish import describe_machine
@@ -103,14 +129,10 @@ def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: boo
     return 0
 
 
-def launch_all(
-    arguments: argparse.Namespace, launches: Iterable[Launch]
-) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
-    """Start ranks again and again, which share the time of the run, until a launch fails."""
-    # This process writes the report in its ranks' name: on their accelerator.
-    os.environ.update(rank_environment(arguments))
+def launch_all(arguments: argparse.Namespace, launches: Iterable[Launch]) -> tuple[int, Rows, dict[str, str]]:
+    """Start ranks again and again, which share the time of the run, until a launch fails; why some were left out."""
     deadline = time.monotonic() + arguments.timeout
-    parts: list[dict[str, Any]] = []
+    parts: Rows = []
     skipped: dict[str, str] = {}
     for launch in launches:
         if launch.rate != FREE and (reason := unavailable()):
@@ -179,22 +201,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def benchmark_alone(
-    name: str,
-    arguments: argparse.Namespace,
-    run: Callable[[argparse.Namespace], tuple[Rows, Summary, Sequence[Any]]],
-    *,
-    on_cpu: str = "--device cpu tries the code",
-) -> int:
+def benchmark_alone(name: str, arguments: argparse.Namespace, run: Callable[[argparse.Namespace], Found]) -> int:
     """A benchmark of this process alone: 2 without its device, 1 after what users can mend or where tokens differ."""
     import torch
 
     from megakv.base.errors import MegaKVError
 
-    from .publish import describe_machine, publish
+    from .publish import describe_machine
 
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
-        print(f"this machine has no CUDA GPU: nothing is measured; {on_cpu}", file=sys.stderr)
+        print("this machine has no CUDA GPU: nothing is measured; --device cpu tries the code", file=sys.stderr)
         return 2
     quiet()
     machine = describe_machine()
@@ -202,9 +218,7 @@ def benchmark_alone(
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     try:
-        rows, summary, charts = run(arguments)
-        publish(arguments, name, machine, rows, summary, charts)
+        return conclude(arguments, name, machine, run(arguments))
     except (MegaKVError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 1 if summary.get("tokens_equal") is False else 0

@@ -51,18 +51,11 @@ class Predictions:
     by_blocks: bool = False  # Whether these compute a prompt's layers by blocks of rows
 
     def prefill(
-        self,
-        method: str,
-        new: int,
-        cached: int = 0,
-        *,
-        partition: Partition | None = None,
-        generating: bool = False,
+        self, method: str, new: int, cached: int = 0, *, partition: Partition | None = None, generating: bool = False
     ) -> float | None:
         """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured."""
         if method in TENSOR_PARALLEL or method in SINGLE:
-            plain = self._plain(method)
-            if plain is None:
+            if (plain := self._plain(method)) is None:
                 return None
             tp_size = 1 if method in SINGLE else self.size
             seconds = plain.prefill(new, masked=method == "single_masked", generating=generating)
@@ -102,10 +95,10 @@ class Predictions:
         """A row's predicted seconds, under the names that they have in it."""
         method, context = row["method"], row["context"]
         match benchmark:
-            case "decode" if method in ("alone", "auto"):
-                return {"predicted_s": None}
             case "decode":
-                return {"predicted_s": self.decode(method, context, row["batch"])}
+                # What `auto` is was chosen in the run.
+                unknown = method in ("alone", "auto")
+                return {"predicted_s": None if unknown else self.decode(method, context, row["batch"])}
             case "multiturn":
                 return {"predicted_s": self.prefill(method, row["new_tokens"], row["cached_tokens"])}
             case "hosts":
@@ -139,8 +132,7 @@ def with_predictions(
         if path is None:
             return None
         profile = lone if ranks == 1 and lone is not None else load_profile(path)
-        sizes = argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads})
-        config = model_config(sizes)
+        config = model_config(argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads}))
         model = ModelShape.from_config(config, dtype=DTYPES[arguments.dtype])
         by_blocks = profile.fingerprint.accelerator == "cpu" and is_kind(config.model_type)
         tp_size = ranks // arguments.hosts if benchmark == "hosts" else 1
@@ -148,7 +140,7 @@ def with_predictions(
 
     found = []
     for row in rows:
-        rate = row["rate"] if benchmark in RATED else row.get("rate")
+        rate = row.get("rate")
         if benchmark not in RATED and rate == FREE:
             rate = None
         predictions = known(row["ranks"], rate, row.get("kv_heads", arguments.kv_heads))

@@ -36,7 +36,7 @@ class Method:
         self._prepare = prepare
 
     def prepare(self) -> None:
-        """Bring about the state that every run starts from, before the clock does."""
+        """Bring about the state that every run starts from, before the clock starts."""
         for step in self._prepare:
             step()
 
@@ -103,16 +103,8 @@ class Samples:
         self.working_bytes = [max(pair) for pair in zip(self.working_bytes or working, working, strict=True)]
 
     def to_row(self, **context: Any) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            **context,
-            "seconds": self.seconds,
-            "bytes_sent": self.bytes_sent,
-            "peak_bytes": self.peak_bytes,
-            "working_bytes": self.working_bytes,
-            "rank_seconds": self.rank_seconds,
-            **self.facts,
-        }
+        own = {name: value for name, value in vars(self).items() if name not in ("method", "facts")}
+        return {"method": self.method, **context, **own, **self.facts}
 
 
 def measure(

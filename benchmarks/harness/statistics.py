@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-RESAMPLES = 10_000
-CONFIDENCE = 0.95
-SEED = 0
+RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 0
 
 
 @dataclass(frozen=True)
@@ -60,21 +58,6 @@ def interval(value: float, resampled: NDArray[np.float64]) -> Interval:
     """An estimate with the middle 95% of its resamples."""
     low, high = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Interval(value, float(low), float(high))
-
-
-def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict[str, Any]:
-    """Tokens under a cap by a straight line through the largest rank's memory, beside its weights, at all lengths."""
-    contexts = [row["context"] for row in rows]
-    if len(set(contexts)) < 2:
-        return {"tokens": None, "label": "one length gives no line"}
-    slope, start = np.polyfit(contexts, [max(row["working_bytes"]) for row in rows], 1)
-    # Less than a byte over all lengths is the rounding of the fit.
-    if slope * max(contexts) < 1:
-        return {"tokens": None, "label": "memory does not grow with the context"}
-    fixed = max(rows[0]["weight_bytes"]) + max(start, 0.0)
-    tokens = max(0, int((cap_bytes - fixed) / slope))
-    label = "within the measured lengths" if tokens <= max(contexts) else "extrapolated linearly"
-    return {"tokens": tokens, "label": label, "fixed_bytes": float(fixed), "token_bytes": float(slope)}
 
 
 def _bootstrap(estimate: Callable[..., Any], *samples: ArrayLike, paired: bool = True) -> Interval:
