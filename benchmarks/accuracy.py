@@ -13,15 +13,29 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness.accuracy.ruler import EXACT, METHODS, TASKS, UNBUDGETED, read_items
-from harness.launch import Found, Launch, Rows, benchmark, is_rank, rank_environment
+from harness.accuracy.answers import load_model, measure_compressed, measure_exact
+from harness.accuracy.ruler import (
+    EXACT,
+    METHODS,
+    TASKS,
+    UNBUDGETED,
+    by_length,
+    charts,
+    compare_tokens,
+    read_items,
+    rows_of,
+    score_tables,
+)
+from harness.launch import Found, Launch, Rows, benchmark_kept, is_rank, rank_environment
 from harness.options import DTYPES, Options
+from harness.publish import Parts, align, show_summary
+
+from megakv.fairkv.profile import load_budgets
 
 CACHE = Path(os.path.relpath(Path(__file__).resolve().parent.parent / ".cache"))  # As results show it
 COMPRESSED, PROFILE = "compressed", "profile"
@@ -53,8 +67,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = options.parse(argv)
     if arguments.ranks < 2:
         options.error(f"--ranks {arguments.ranks}: allowed: 2 or more, to compare one rank with several")
-    if arguments.parts is None and arguments.json:
-        arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
     if not is_rank() and "headkv" in arguments.methods and arguments.only in ([COMPRESSED], [EXACT, COMPRESSED]):
         options.error("--methods headkv takes its budgets from the profile: add profile to --only, or leave headkv out")
     try:
@@ -76,9 +88,6 @@ def profile_path(parts: Any) -> Path:
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """One part, as one of its ranks; what is measured is kept at once."""
-    from harness.accuracy.answers import load_model, measure_compressed, measure_exact
-    from harness.publish import Parts
-
     parts, exact = Parts(Path(arguments.parts), identity(arguments)), arguments.only == [EXACT]
     model, tokenizer = load_model(arguments.model, "fp32" if exact else arguments.dtype)
     items = read_items(Path(arguments.data), arguments.tasks, arguments.context)
@@ -119,11 +128,6 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
 
 def report(parts: Any, arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """What is kept: scores and tokens."""
-    from harness.accuracy.ruler import by_length, charts, compare_tokens, rows_of, score_tables
-    from harness.publish import align, show_summary
-
-    from megakv.fairkv.profile import load_budgets
-
     rows = rows_of({name: part["answers"] for name, part in parts.all(f"{COMPRESSED}-").items()})
     tokens = {name: part["tokens"] for name, part in parts.all(f"{EXACT}-").items()}
     summary = compare_tokens(tokens) | by_length(rows)
@@ -140,15 +144,6 @@ def report(parts: Any, arguments: argparse.Namespace, rows: Rows, skipped: dict[
     return rows, summary, charts(rows, summary, f"{Path(arguments.model).name}, {arguments.dtype}")
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    from harness.publish import Parts
-
-    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
-        parts = Parts(Path(arguments.parts or spare), identity(arguments))
-        whole = partial(report, parts)
-        return benchmark("accuracy", arguments, measure_rank, whole, launches(arguments, parts), kept=True)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    asked = parse_arguments()
+    sys.exit(benchmark_kept("accuracy", asked, identity(asked), measure_rank, report, launches))

@@ -11,9 +11,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import psutil
 from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.links import FREE, checked_rates
+from harness.methods import ContextParallel, Generation, Peer, Peers
+from harness.models import random_ids, random_model, sharded_cache, single_caches, without_stop
 from harness.options import Options, check_memory
+from harness.profiles import keep_measured
+from harness.publish import show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import median, ratio
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
 OWN = ("replicated", "tensor", "pass_q", "auto")
@@ -43,8 +50,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_caches(arguments: argparse.Namespace) -> None:
     """Refuse what does not fit into the machine's memory."""
-    import psutil
-
     element = 4 if arguments.dtype == "fp32" else 2
     row = 2 * arguments.layers * arguments.kv_heads * (arguments.hidden // arguments.heads) * element
     # A copying cache holds everything twice on every rank; the shards of all ranks are one copy more.
@@ -56,10 +61,6 @@ def check_caches(arguments: argparse.Namespace) -> None:
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
-    from harness.methods import Peers
-    from harness.models import random_model, without_stop
-    from harness.profiles import keep_measured
-
     check_caches(arguments)
     positions = arguments.context + arguments.tokens + 2
     model = without_stop(random_model(arguments, positions=positions, device=world.device))
@@ -79,10 +80,6 @@ def own_engine(peers: Any, name: str) -> Any:
 
 def measure_batch(arguments: argparse.Namespace, world: Any, peers: Any, batch: int) -> Rows:
     """The rows of one batch. Its caches are gone afterwards."""
-    from harness.methods import ContextParallel, Generation, Peer
-    from harness.models import random_ids, sharded_cache, single_caches
-    from harness.sampling import Agreement, measure
-
     # Steps: what follows the first one, which the clock starts with.
     context, tokens = arguments.context, arguments.tokens + 1
     ids = random_ids(arguments.vocab, context + 1, world.device, batch)
@@ -114,9 +111,6 @@ def measure_batch(arguments: argparse.Namespace, world: Any, peers: Any, batch: 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """Times per token against those of a single process: 1 or less is no worse."""
-    from harness.publish import show, show_summary
-    from harness.statistics import median, ratio
-
     ratios: Summary = {}
     best: Summary = {}
     over_alone: Summary = {}

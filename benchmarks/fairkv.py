@@ -9,9 +9,12 @@ from itertools import product
 from typing import Any
 
 import psutil
-from harness.heads.names import BY_TOKENS, CHOSEN, CONTIGUOUS, HEAD_METHODS, UNIFORM, kept_heads
+from harness.heads import report as made
+from harness.heads.division import BY_TOKENS, CHOSEN, CONTIGUOUS, HEAD_METHODS, UNIFORM, kept_heads
+from harness.heads.steps import measure_parts, measure_regimes
 from harness.launch import Found, Rows, Summary, benchmark
 from harness.options import Options, check_memory
+from harness.statistics import median, paired_ratio
 
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 REGIMES = "regimes"
@@ -106,17 +109,12 @@ def needed_bytes(arguments: argparse.Namespace) -> int:
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
-    from harness.heads.steps import measure_parts, measure_regimes
-
     parts = [part for part in arguments.parts if part in TITLES]
     rows = measure_parts(arguments, world, parts) if parts else []
     return rows + (measure_regimes(wide_arguments(arguments), world) if REGIMES in arguments.parts else [])
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
-    from harness.heads import report as made
-    from harness.statistics import median, paired_ratio
-
     size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
     subtitle = (
         f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {arguments.group} query heads each, sigma "

@@ -9,9 +9,14 @@ from functools import partial
 from itertools import product
 from typing import Any
 
-from harness.heads.names import CONTIGUOUS, HEAD_METHODS, UNIFORM, kept_heads
+import torch
+from harness.heads.division import CONTIGUOUS, HEAD_METHODS, UNIFORM, kept_heads, make_division, skewed_budgets
+from harness.heads.kernels import Bench, Dense, HeadShape, TokenPool, VirtualRanks, check_same
+from harness.heads.report import show_part, summarise
 from harness.launch import Found, Rows, Summary, benchmark_alone
+from harness.models import DTYPES
 from harness.options import Options
+from tqdm import tqdm
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 
@@ -43,11 +48,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) -> Rows:
     """The rows of one degree and budget; every method must compute what contiguous heads do."""
-    from harness.heads.division import make_division, skewed_budgets
-    from harness.heads.ragged import HeadShape, TokenPool
-    from harness.heads.virtual import Dense, VirtualRanks, attention_seconds, check_same
-    from harness.models import DTYPES
-
     batch, spread = arguments.batch, (arguments.sigma, arguments.seed)
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, DTYPES[arguments.dtype], bench.device)
     budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, *spread)
@@ -62,7 +62,7 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
         facts = ranks.division.facts()
         if name != UNIFORM:
             facts["max_output_difference"] = check_same(name, ranks.outputs(0), expected, TOLERANCE[arguments.dtype])
-        attention = attention_seconds([ranks], bench)[0]
+        attention = ranks.attention_seconds(bench)
         whole = attention.copy()
         for number in sorted(set(ranks.held.flat)):
             if number not in products:
@@ -79,11 +79,6 @@ def measure_case(arguments: argparse.Namespace, bench: Any, tp: int, kept: int) 
 
 
 def run(arguments: argparse.Namespace) -> Found:
-    import torch
-    from harness.heads.report import show_part, summarise
-    from harness.heads.virtual import Bench
-    from tqdm import tqdm
-
     bench = Bench(torch.device(arguments.device), arguments.repeats)
     rows: Rows = []
     summary: Summary = {"attention": {}, "whole": {}}

@@ -11,9 +11,12 @@ from itertools import product
 from pathlib import Path
 
 import psutil
-from harness.heads.names import CHOSEN, CONTIGUOUS, MAPPED, kept_heads
+from harness.heads.division import CHOSEN, CONTIGUOUS, MAPPED, kept_heads
+from harness.heads.machine import HOW, VirtualMachine, step_ratio, step_seconds
+from harness.heads.report import by_regime, gains, show_gains
 from harness.launch import Found, Rows, benchmark_alone
 from harness.options import Options, check_memory
+from tqdm import tqdm
 
 USABLE = 0.5  # Share of the free memory that caches may take
 SUMS = "benchmarks/results/fairkv.profiles/4.json"
@@ -48,10 +51,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace) -> Found:
-    from harness.heads.machine import HOW, VirtualMachine, step_ratio, step_seconds
-    from harness.heads.report import by_regime, gains, show_gains
-    from tqdm import tqdm
-
     methods = [CONTIGUOUS, *arguments.methods]
     tokens = arguments.batches[-1] * arguments.kv_heads * arguments.kept[-1] * len(methods)
     named = f"--batches up to {arguments.batches[-1]} with --kept up to {arguments.kept[-1]}"

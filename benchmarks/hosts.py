@@ -12,9 +12,16 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from harness.charts import bars
 from harness.launch import Found, Launch, Rows, benchmark
 from harness.links import UNLIMITED, checked_rates, set_rate
+from harness.methods import ContextParallel, Peers, Prefill
+from harness.models import random_ids, random_model, words_of
 from harness.options import Options
+from harness.profiles import keep_measured
+from harness.publish import TIMES, show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import paired_ratio
 
 OWN, PEER = "cp", "tp"
 
@@ -38,11 +45,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
-    from harness.methods import ContextParallel, Peers, Prefill
-    from harness.models import random_ids, random_model
-    from harness.profiles import keep_measured
-    from harness.sampling import Agreement, measure
-
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_model(arguments, positions=arguments.context, device=world.device)
     inside, rates = arguments.ranks // arguments.hosts, (UNLIMITED, arguments.rate)
@@ -61,11 +63,6 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """What the limit costs each method, and how much faster context parallelism is at each rate."""
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import TIMES, show, show_summary
-    from harness.statistics import paired_ratio
-
     seconds = {(row["method"], row["rate"]): row["seconds"] for row in rows}
     limited = {name: paired_ratio(seconds[name, arguments.rate], seconds[name, UNLIMITED]) for name in (OWN, PEER)}
     speedup = {rate: paired_ratio(seconds[PEER, rate], seconds[OWN, rate]) for rate in (UNLIMITED, arguments.rate)}

@@ -9,16 +9,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from harness import limits
 from harness.launch import Found, Rows, Summary, benchmark_alone
-from harness.limits import kernels, tokens
 from harness.options import DTYPES, Options
 from harness.publish import show_summary
 
 PARTS: dict[str, Any] = {
-    "attention": (kernels.measure_attention, kernels.report_attention),
-    "products": (kernels.measure_products, kernels.report_products),
-    "around": (tokens.measure_around, tokens.report_around),
-    "decoding": (tokens.measure_decoding, tokens.report_decoding),
+    "attention": (limits.measure_attention, limits.report_attention),
+    "products": (limits.measure_products, limits.report_products),
+    "around": (limits.measure_around, limits.report_around),
+    "decoding": (limits.measure_decoding, limits.report_decoding),
 }
 
 

@@ -12,9 +12,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from harness.breakdown import attention_us
+from harness.charts import lines
 from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.links import FREE, checked_rates
+from harness.methods import ContextParallel, Peers, Prefill
+from harness.models import random_ids, random_model, sharded_cache, words_of
 from harness.options import Options
+from harness.profiles import measured_profile, shape_of
+from harness.publish import show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import Case, crossover, judge, paired_ratio
+
+from megakv.costmodel.context_parallel import Workload
+from megakv.forward.choice import Evidence, choose_prefill
 
 METHODS = ("pass_kv", "pass_q")
 WITHOUT_PROFILE = "no profile"
@@ -31,8 +42,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--most-pairs", 41, "rounds at most")
     options.add("--cell-seconds", 15.0, "further rounds begin for so long")
     options.add("--rates", FREE, "links between ranks: free, or limits such as 1gbit between hosts, as root")
-    text = "configuration whose megakv.context_parallel section decides for auto; {rate} in its name becomes the rate"
-    options.add("--config", None, text, kind=str)
     options.profile(60.0)
     options.hidden("--rate")
     options.model(layers=4, kv_heads=2)
@@ -52,22 +61,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict[str, Any]:
-    """By policy, the one that decides for `auto` last, what it decides from: a profile measured now, or a file's."""
-    from harness.profiles import measured_profile, shape_of
-
-    from megakv.costmodel.hardware import load_profile
-    from megakv.engine.config import load_config
-    from megakv.forward.choice import Evidence
-    from megakv.forward.policy_fit import load_fit
-
+    """By policy, the one that decides for `auto` last, what it decides from: a profile measured now."""
     evidence = {WITHOUT_PROFILE: Evidence()}
-    if arguments.config is not None:
-        config = load_config(arguments.config.replace("{rate}", arguments.rate)).megakv.context_parallel
-        profile = None if config.profile is None else load_profile(config.profile)
-        fit = None if config.fit is None else load_fit(config.fit)
-        name = config.policy if config.profile or config.fit else WITHOUT_PROFILE
-        evidence.pop(name, None)
-        return evidence | {name: Evidence(config.policy, profile, fit)}
     if arguments.profile_seconds:
         profile = measured_profile(world, shape_of(model), arguments, name=f"{world.size}-{arguments.rate}")
         evidence |= {policy: Evidence(policy, profile) for policy in reversed(POLICIES)}
@@ -76,15 +71,6 @@ def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure all miss rates over the links of one launch, as one of its ranks."""
-    from harness.breakdown import attention_us
-    from harness.methods import ContextParallel, Peers, Prefill
-    from harness.models import random_ids, random_model, sharded_cache
-    from harness.profiles import shape_of
-    from harness.sampling import Agreement, measure
-
-    from megakv.costmodel.context_parallel import Workload
-    from megakv.forward.choice import choose_prefill
-
     model = random_model(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     limits = {"repeats": arguments.most_pairs, "least": arguments.pairs, "budget_s": arguments.cell_seconds}
@@ -113,11 +99,6 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """The verdict on `auto` over all rates of links and by rate, and where the methods cross."""
-    from harness.charts import lines
-    from harness.choices import Case, crossover, judge
-    from harness.models import words_of
-    from harness.publish import show, show_summary
-    from harness.statistics import paired_ratio
 
     def cases(policy: str | None = None, rate: str | None = None) -> list[Case]:
         """With the choice of `auto` or of one policy, over all links or those of one rate."""

@@ -15,9 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from harness.launch import Found, benchmark_alone
+from harness.offload.case import CaseBench, one_by_one
+from harness.offload.decoder import pinned_copy_gb_s
 from harness.offload.plan import LARGE, PARTS, SMALL, cases, identity, plans
+from harness.offload.report import charts, in_order, summarise, tables
 from harness.options import DTYPES, Options
+from harness.publish import Parts, align, show_summary
+from harness.world import alone
+from tqdm import tqdm
 
 LEAST_NEW = 6
 
@@ -69,11 +76,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_all(arguments: argparse.Namespace, parts: Any) -> None:
-    import torch
-    from harness.offload.case import CaseBench, one_by_one
-    from harness.offload.decoder import pinned_copy_gb_s
-    from tqdm import tqdm
-
     device, rate = torch.device(arguments.device), 0.0
     if arguments.gpu:
         # The link is measured once for all cases that are kept together.
@@ -95,10 +97,6 @@ def measure_all(arguments: argparse.Namespace, parts: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> Found:
     """Measure what is not kept yet; print the tables of all cases that are."""
-    from harness.offload.report import charts, in_order, summarise, tables
-    from harness.publish import Parts, align, show_summary
-    from harness.world import alone
-
     with tempfile.TemporaryDirectory() as spare, alone():
         beside = Path(arguments.json).with_suffix(".parts") if arguments.json else Path(spare)
         parts = Parts(Path(arguments.parts or beside), identity(arguments))

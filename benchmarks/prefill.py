@@ -7,8 +7,15 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from harness.charts import bars
 from harness.launch import Found, Rows, benchmark
+from harness.methods import Peers
+from harness.models import random_ids, random_model, words_of
 from harness.options import Options
+from harness.profiles import keep_measured
+from harness.publish import TIMES, show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import ratio
 
 SINGLE = "single"
 TENSOR_PARALLEL = ("tp", "tp_gloo")
@@ -33,11 +40,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     # What takes seconds to import comes only in functions, so that wrong arguments are refused at once.
-    from harness.methods import Peers
-    from harness.models import random_ids, random_model
-    from harness.profiles import keep_measured
-    from harness.sampling import Agreement, measure
-
     if "tp_gloo" in arguments.methods and world.device.type != "cpu":
         raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     ids = random_ids(arguments.vocab, arguments.context, world.device)
@@ -51,11 +53,6 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """Speed-ups of MegaKV's methods over the others, and how much of a single process's work per rank they keep."""
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import TIMES, show, show_summary
-    from harness.statistics import ratio
-
     seconds = {row["method"]: row["seconds"] for row in rows}
     own, peers = [[name for name in seconds if (name in OWN) == ours] for ours in (True, False)]
     over_single = [name for name in seconds if name != SINGLE and SINGLE in seconds]

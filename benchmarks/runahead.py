@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.launch import Launch, Rows, benchmark, is_rank
+from harness.launch import Launch, Rows, benchmark_kept, is_rank
 from harness.links import FREE, checked_rates
+from harness.methods import Peers
+from harness.models import random_model
 from harness.options import Options
+from harness.publish import Parts, describe_machine
+from harness.runahead.case import CaseBench
 from harness.runahead.plan import METHODS, SEARCH, groups, identity, is_done
+from harness.runahead.report import report
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -32,12 +36,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.names("--methods", METHODS, usual, "which to run")
     options.add("--rates", FREE, "links between ranks: free, or limits such as 1gbit between hosts, as root")
     options.add("--noise", False, "also beside a competing flow at half rate, on limited links")
-    text = "lookup table to begin with; {ranks}, {kv_heads} and {rate} in its name are filled in"
-    options.add("--table", None, text, kind=str)
     options.add("--table-spacing", {"": 4096, "quick": 1024}, "kvr_p interpolates between multiples of it")
-    options.add("--profile", None, "hardware profile for auto and searches, its name filled in likewise", kind=str)
-    text = "how long one is measured without --profile; 0: none"
-    options.add("--profile-seconds", {"": 60.0, "quick": 20.0}, text, least=0)
+    options.profile({"": 60.0, "quick": 20.0})
     text = "tokens of a search's finest stride (default about 1/128 of the prompt)"
     options.add("--search-step", None, text, kind=int)
     text = "partitions without progress after which a stride is left (default 4 a bound)"
@@ -62,18 +62,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # Ranks are given the rate of their own group alone.
     if arguments.noise and set(arguments.rates) == {FREE} and not is_rank():
         options.error("--noise needs limited links: give --rates such as 1gbit")
-    if arguments.parts is None and arguments.json:
-        arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
     return arguments
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure the cases of one group, as one of its ranks; they are kept as they are done."""
-    from harness.methods import Peers
-    from harness.models import random_model
-    from harness.publish import Parts, describe_machine
-    from harness.runahead.case import CaseBench
-
     machine = describe_machine()
     parts = Parts(Path(arguments.parts), identity(arguments))
     (group,) = groups(arguments)
@@ -109,21 +102,8 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
         yield Launch(group.ranks, options, text, name=group.name, rate=group.rate, noise=group.noise)
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    from harness.publish import Parts
-
-    def report(*given: Any) -> Any:
-        from harness.runahead.report import report as whole
-
-        return whole(parts, *given)
-
-    shared_memory = "tp" in arguments.methods and arguments.rates == [FREE]
-    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
-        parts = Parts(Path(arguments.parts or spare), identity(arguments))
-        form = {"shared_memory": shared_memory, "kept": True}
-        return benchmark("runahead", arguments, measure_rank, report, launches(arguments, parts), **form)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    asked = parse_arguments()
+    shared = "tp" in asked.methods and asked.rates == [FREE]
+    found = identity(asked), measure_rank, report, launches
+    sys.exit(benchmark_kept("runahead", asked, *found, shared_memory=shared))

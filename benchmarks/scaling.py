@@ -7,8 +7,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from harness.launch import Found, Launch, Rows, Summary, benchmark
+from harness.methods import TENSOR_PARALLEL, ContextParallel, Generation, Peer, Peers
+from harness.models import random_ids, random_model, without_stop
 from harness.options import Options
+from harness.profiles import keep_measured
+from harness.publish import MEGABYTE, show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import median, ratio
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -37,11 +44,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure all methods of one number of ranks, as one of them."""
-    from harness.methods import TENSOR_PARALLEL, ContextParallel, Generation, Peer, Peers
-    from harness.models import random_ids, random_model, without_stop
-    from harness.profiles import keep_measured
-    from harness.sampling import Agreement, measure
-
     tokens = arguments.tokens
     model = without_stop(random_model(arguments, positions=arguments.contexts[-1] + tokens, device=world.device))
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 2}
@@ -69,8 +71,6 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict[str, Any]:
     """Tokens under a cap by a straight line through the largest rank's memory, beside its weights, at all lengths."""
-    import numpy as np
-
     contexts = [row["context"] for row in rows]
     if len(set(contexts)) < 2:
         return {"tokens": None, "label": "one length gives no line"}
@@ -86,9 +86,6 @@ def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """What the paper's figures and tables say, of these rows."""
-    from harness.publish import MEGABYTE, show, show_summary
-    from harness.statistics import median, ratio
-
     cap_bytes = arguments.memory_cap_mb * MEGABYTE
     by_context = {str(context): Summary() for context in sorted({row["context"] for row in rows})}
     scaling, latencies, attention = ({context: Summary() for context in by_context} for _ in range(3))

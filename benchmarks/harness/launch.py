@@ -12,20 +12,27 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+
+from megakv.base.errors import MegaKVError
+from megakv.launcher.process import quiet_libraries, report_errors
 
 from .links import FREE, TIMED_OUT, start_on_hosts, unavailable
-
-if TYPE_CHECKING:
-    from .world import World
+from .predictions import predicted_in_run
+from .publish import Parts, describe_machine, publish
+from .world import World, join_world
 
 Rows = list[dict[str, Any]]
 Summary = dict[str, Any]
 Found = tuple[Rows, Summary, list[Any]]
 """What a benchmark came to: rows, their summary, and charts."""
-Measure = Callable[[argparse.Namespace, "World"], Rows]
+Measure = Callable[[argparse.Namespace, World], Rows]
 Report = Callable[[argparse.Namespace, Rows, dict[str, str]], Found]
 
 
@@ -35,11 +42,11 @@ class Launch:
 
     ranks: int
     options: Sequence[str] = ()
-    text: str = ""  # printed before
-    name: str = ""  # in the list of what could not be measured
+    text: str = ""  # Printed before
+    name: str = ""  # In the list of what could not be measured
     rate: str = FREE
-    hosts: int | None = None  # as many as ranks if None
-    noise: bool = False  # beside a competing flow of half the rate
+    hosts: int | None = None  # As many as ranks if None
+    noise: bool = False  # Beside a competing flow of half the rate
 
     def start(self, arguments: argparse.Namespace, options: Sequence[str], timeout_s: float) -> int:
         """Run this very script, with this command line and further options; the exit status, or `TIMED_OUT`."""
@@ -66,11 +73,6 @@ def benchmark(
     """
     if is_rank():
         return serve(arguments, measure, shared_memory=shared_memory)
-    from .publish import describe_machine
-
-    # This process writes the report in its ranks' name: on their accelerator.
-    os.environ.update(rank_environment(arguments))
-    machine = describe_machine()
     try:
         status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
     except ValueError as error:
@@ -78,20 +80,34 @@ def benchmark(
         return 2
     if not kept and (status or not parts):
         return status or 1
-    quiet()
-    from .predictions import predicted_in_run
-
+    quiet_libraries()
     rows = [{**row, "load_average": part["machine"]["load_average"]} for part in parts for row in part["rows"]]
-    return (
-        conclude(arguments, name, machine, report(arguments, predicted_in_run(name, arguments, rows), skipped))
-        or status
-    )
+    machine = parts[0]["machine"] if parts else describe_machine()
+    found = report(arguments, predicted_in_run(name, arguments, rows), skipped)
+    return conclude(arguments, name, machine, found) or status
+
+
+def benchmark_kept(
+    name: str,
+    arguments: argparse.Namespace,
+    identity: dict[str, Any],
+    measure: Measure,
+    report: Callable[..., Found],
+    launches: Callable[[argparse.Namespace, Parts], Iterable[Launch]],
+    *,
+    shared_memory: bool = False,
+) -> int:
+    """A benchmark whose ranks keep every case in ``--parts``, or FILE.parts: all are reported together."""
+    if arguments.parts is None and arguments.json:
+        arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
+    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
+        parts = Parts(Path(arguments.parts or spare), identity)
+        form = {"shared_memory": shared_memory, "kept": True}
+        return benchmark(name, arguments, measure, partial(report, parts), launches(arguments, parts), **form)
 
 
 def conclude(arguments: argparse.Namespace, name: str, machine: dict[str, Any], found: Found) -> int:
     """Publish what there is: 1 if there is nothing, or where tokens differ."""
-    from .publish import publish
-
     rows, summary, charts = found
     if not rows and not summary:
         print("nothing was measured", file=sys.stderr)
@@ -105,20 +121,9 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-def quiet() -> None:
-    from megakv.launcher.process import quiet_libraries
-
-    quiet_libraries()
-
-
 def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: bool) -> int:
     """What every rank does: the measurement; rank 0 leaves the rows for who started it."""
-    from megakv.launcher.process import report_errors
-
-    from .publish import describe_machine
-    from .world import join_world
-
-    quiet()
+    quiet_libraries()
     with report_errors():
         machine = describe_machine()
         world = join_world(arguments.threads, shared_memory=shared_memory, timeout_s=arguments.timeout)
@@ -157,14 +162,11 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
     """As `Launch.start`, on this machine."""
     start = ["--num_accelerators", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
     script = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, *script]
     # An end by SIGTERM must run the clean-up below.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, *script],
-        stdin=subprocess.DEVNULL,
-        env=rank_environment(arguments),
-        start_new_session=True,
-    )
+    streams: Any = {"stdin": subprocess.DEVNULL, "env": rank_environment(arguments)}
+    process = subprocess.Popen(command, start_new_session=True, **streams)
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -173,18 +175,13 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
         return 128 + signal.SIGINT
     finally:
         # SIGKILL to its whole process group: asked to terminate, deepspeed's runner ends others by name.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        else:
             process.wait()
 
 
 def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:
     """What ranks find in their environment: this process's, with their threads and accelerator."""
-    import torch
-
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(arguments.threads)}
@@ -203,16 +200,10 @@ def free_port() -> int:
 
 def benchmark_alone(name: str, arguments: argparse.Namespace, run: Callable[[argparse.Namespace], Found]) -> int:
     """A benchmark of this process alone: 2 without its device, 1 after what users can mend or where tokens differ."""
-    import torch
-
-    from megakv.base.errors import MegaKVError
-
-    from .publish import describe_machine
-
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
         print("this machine has no CUDA GPU: nothing is measured; --device cpu tries the code", file=sys.stderr)
         return 2
-    quiet()
+    quiet_libraries()
     machine = describe_machine()
     if isinstance(getattr(arguments, "threads", None), int):
         torch.set_num_threads(arguments.threads)

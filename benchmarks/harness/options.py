@@ -1,9 +1,10 @@
-"""The command line of a benchmark; nothing heavy is imported, so that what is wrong is refused at once."""
+"""The command line of a benchmark: what is wrong is refused before anything is done."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from megakv.tracking.files import check_outputs
@@ -33,11 +34,20 @@ class Options(argparse.ArgumentParser):
 
     def __init__(self, text: str | None):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self._defaults: dict[str, dict[str, Any]] = {}
-        self._checks: list[Callable[[argparse.Namespace], None]] = []
+        # By destination: name, defaults by mode, and what makes the value of what was given, or refuses it.
+        self._known: dict[str, tuple[str, dict[str, Any], Callable[[str, Any], Any] | None]] = {}
+        self._shaped = False
 
     def add(
-        self, name: str, default: Any, text: str, *, kind: Any = None, least: float | None = None, choices: Any = None
+        self,
+        name: str,
+        default: Any,
+        text: str,
+        *,
+        kind: Any = None,
+        least: float | None = None,
+        convert: Callable[[str, Any], Any] | None = None,
+        **more: Any,
     ) -> None:
         """A number, which is above 0, or from `least` on; a text; or, where the default is False, a switch."""
         if default is False:
@@ -47,20 +57,17 @@ class Options(argparse.ArgumentParser):
         kind = kind or type(next(iter(modes.values())))
         shown = ", ".join(f"{mode}: {value}" if mode else f"{value}" for mode, value in modes.items())
         text = text if default is None else f"{text} (default {shown})"
-        dest = self.add_argument(name, type=kind, choices=choices, help=text).dest
-        self._defaults[dest] = modes
-        if kind in (int, float):
-            self._checks.append(lambda arguments: self._check_number(name, getattr(arguments, dest), least))
+        dest = self.add_argument(name, type=kind, help=text, **more).dest
+        self._known[dest] = name, modes, partial(self._number, least) if kind in (int, float) else convert
 
     def numbers(self, name: str, default: Any, text: str, *, kind: Any = int, most: float = float("inf")) -> None:
         """A list such as ``1,4`` or ``8K,1M`` of numbers above 0, ascending, each once."""
-        self.add(name, default, text, kind=str)
-        self._convert(name, lambda given: self._numbers(name, given, kind, most))
+        self.add(name, default, text, kind=str, convert=partial(self._numbers, kind, most))
 
     def names(self, name: str, allowed: Collection[str], default: Any, text: str) -> None:
         """A list of some of the names allowed."""
-        self.add(name, default, f"{text}, of {','.join(allowed)}", kind=str)
-        self._convert(name, lambda given: self.some_of(name, given, allowed))
+        convert = partial(self.some_of, allowed=allowed)
+        self.add(name, default, f"{text}, of {','.join(allowed)}", kind=str, convert=convert)
 
     def choice(self, name: str, allowed: Sequence[str], default: Any, text: str) -> None:
         """One of the words allowed."""
@@ -74,12 +81,10 @@ class Options(argparse.ArgumentParser):
     def output(self) -> None:
         self.add("--json", None, "write the results to this file, and charts (PNG) beside it", kind=str)
         self.add("--wandb", None, "log them to this W&B project, offline unless logged in", kind=str)
-        self._checks.append(self._check_output)
 
     def ranks(self, *, timeout_s: float = 3600.0) -> None:
         """What every benchmark of several ranks takes."""
-        self.add_argument("--ranks", type=int, required=True, help="processes to start on this machine")
-        self._checks.append(lambda arguments: self._check_number("--ranks", arguments.ranks, None))
+        self.add("--ranks", None, "processes to start on this machine", kind=int, required=True)
         self.add("--threads", 1, "threads of every rank")
         self.add("--timeout", timeout_s, "seconds after which all is ended")
         self.output()
@@ -91,22 +96,29 @@ class Options(argparse.ArgumentParser):
 
     def model(self, *, without: Collection[str] = (), **defaults: int) -> None:
         """The shape of the model that is measured; a benchmark may have defaults of its own (``kv_heads=16``)."""
+        self._shaped = True
         for name, (value, text) in SHAPE.items():
             if name not in without:
                 self.add(f"--{name.replace('_', '-')}", defaults.get(name, value), text)
         self.choice("--dtype", DTYPES, "fp32", "of weights and activations")
-        self._checks.append(self._check_heads)
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The arguments; ends with a message if one is impossible."""
         arguments = self.parse_args(argv)
-        modes = [mode for mode in ("gpu", "quick") if getattr(arguments, mode, False)]
-        modes += [getattr(arguments, "device", None) or "cuda", ""]
-        for dest, values in self._defaults.items():
-            if getattr(arguments, dest) is None:
-                setattr(arguments, dest, values[next(mode for mode in modes if mode in values)])
-        for check in self._checks:
-            check(arguments)
+        asked = [mode for mode in ("gpu", "quick") if getattr(arguments, mode, False)]
+        for dest, (name, modes, convert) in self._known.items():
+            value = getattr(arguments, dest)
+            if value is None:
+                wanted = (*asked, getattr(arguments, "device", ""), "")
+                value = next(modes[mode] for mode in wanted if mode in modes)
+            setattr(arguments, dest, value if value is None or convert is None else convert(name, value))
+        try:
+            check_project(getattr(arguments, "wandb", None))
+            check_outputs({"--json": getattr(arguments, "json", None)})
+        except ValueError as error:
+            self.error(str(error))
+        if self._shaped:
+            self._check_heads(arguments)
         return arguments
 
     def some_of(self, name: str, text: str, allowed: Collection[str]) -> list[str]:
@@ -124,14 +136,7 @@ class Options(argparse.ArgumentParser):
                 f"ranks without heads; {remedy}"
             )
 
-    def _convert(self, name: str, convert: Callable[[str], Any]) -> None:
-        def check(arguments: argparse.Namespace, dest: str = name[2:].replace("-", "_")) -> None:
-            if getattr(arguments, dest) is not None:
-                setattr(arguments, dest, convert(getattr(arguments, dest)))
-
-        self._checks.append(check)
-
-    def _numbers(self, name: str, text: str, kind: Any, most: float) -> list[Any]:
+    def _numbers(self, kind: Any, most: float, name: str, text: str) -> list[Any]:
         try:
             parts = [(part, UNITS.get(part[-1:].upper(), 1)) for part in text.split(",")]
             numbers = sorted({kind(part if unit == 1 else part[:-1]) * unit for part, unit in parts})
@@ -143,16 +148,10 @@ class Options(argparse.ArgumentParser):
             self.error(f"{name} {text}: allowed: {allowed}, separated by commas")
         return numbers
 
-    def _check_output(self, arguments: argparse.Namespace) -> None:
-        try:
-            check_project(arguments.wandb)
-            check_outputs({"--json": arguments.json})
-        except ValueError as error:
-            self.error(str(error))
-
-    def _check_number(self, name: str, value: float | None, least: float | None) -> None:
-        if value is not None and (value <= 0 if least is None else value < least):
+    def _number(self, least: float | None, name: str, value: float) -> float:
+        if value <= 0 if least is None else value < least:
             self.error(f"{name} {value:g}: allowed: " + ("above 0" if least is None else f"{least:g} or more"))
+        return value
 
     def _check_heads(self, arguments: argparse.Namespace) -> None:
         if arguments.hidden % (2 * arguments.heads):

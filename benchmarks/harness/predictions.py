@@ -153,7 +153,7 @@ def predicted_in_run(benchmark: str, arguments: argparse.Namespace, rows: Sequen
     """The rows of a run that kept its profiles beside its results, if it had the time to measure them."""
     if benchmark not in KNOWN:
         return [dict(row) for row in rows]
-    kept = arguments.json and arguments.profile_seconds and not getattr(arguments, "config", None)
+    kept = arguments.json and arguments.profile_seconds
     folder = profiles_of(Path(arguments.json)) if kept else None
     return with_predictions(benchmark, arguments, rows, lambda name: folder and folder / f"{name}.json")
 

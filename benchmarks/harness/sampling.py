@@ -65,8 +65,7 @@ class Agreement:
     """Methods are only compared if they compute the same: the first one's results are what the others must equal."""
 
     def __init__(self, world: World, dtype: str):
-        self._world = world
-        self._tolerance = TOLERANCE[dtype]
+        self._world, self._tolerance = world, TOLERANCE[dtype]
         self._first: tuple[str, Tensor] | None = None
 
     def check(self, name: str, result: Tensor | None) -> float:
@@ -99,8 +98,8 @@ class Samples:
         seconds, peaks, working = (list(column) for column in zip(*runs, strict=True))
         self.seconds.append(max(seconds))
         self.rank_seconds.append(seconds)
-        self.peak_bytes = [max(pair) for pair in zip(self.peak_bytes or peaks, peaks, strict=True)]
-        self.working_bytes = [max(pair) for pair in zip(self.working_bytes or working, working, strict=True)]
+        self.peak_bytes = [*map(max, self.peak_bytes or peaks, peaks)]
+        self.working_bytes = [*map(max, self.working_bytes or working, working)]
 
     def to_row(self, **context: Any) -> dict[str, Any]:
         own = {name: value for name, value in vars(self).items() if name not in ("method", "facts")}

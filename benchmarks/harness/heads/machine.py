@@ -25,8 +25,7 @@ from ..models import DTYPES, model_config
 from ..profiles import keep, lone_profile
 from ..statistics import RESAMPLES, SEED, Interval, interval
 from .division import Division, make_division, skewed_budgets
-from .ragged import HeadShape, TokenPool
-from .virtual import Bench, Dense, VirtualRanks
+from .kernels import Bench, Dense, HeadShape, TokenPool, VirtualRanks
 
 Row = Mapping[str, Any]
 EXCHANGED = ("exchange", "exchange_inside", "exchange_collective", "sums", "devices_per_host")
@@ -77,7 +76,7 @@ class VirtualMachine:
         for layer in range(arguments.layers):
             works: list[Any] = []
             for ranks in virtual:
-                for rank, heads in zip(ranks.layers([layer]), ranks.held[layer].tolist(), strict=True):
+                for rank, heads in zip(ranks.layer(layer), ranks.held[layer].tolist(), strict=True):
                     works.append(lambda rank=rank, heads=heads: (dense.projections(heads), rank.attend()))
                 works.append(partial(dense.feed_forward, tp))
             with torch.inference_mode():

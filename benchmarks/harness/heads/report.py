@@ -10,7 +10,7 @@ import numpy as np
 from ..charts import COLOURS, Chart, bars, lines
 from ..publish import leaves, show
 from ..statistics import Interval, median, paired_ratio
-from .names import BY_TOKENS, CHOSEN, CONTIGUOUS, UNIFORM
+from .division import BY_TOKENS, CHOSEN, CONTIGUOUS, UNIFORM
 
 Row = Mapping[str, Any]
 

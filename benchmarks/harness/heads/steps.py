@@ -29,11 +29,36 @@ from ..profiles import measured_profile
 from ..sampling import Agreement, Method, measure
 from ..statistics import median
 from ..world import World
-from .division import Division, Piece, copies_of, divide_by, make_division, skewed_budgets
-from .names import BY_TOKENS, CHOSEN, CONTIGUOUS, UNIFORM
-from .ragged import HeadShape, RankLayer, Room, TokenPool, ragged_body
+from .division import (
+    BY_TOKENS,
+    CHOSEN,
+    CONTIGUOUS,
+    UNIFORM,
+    Division,
+    Piece,
+    copies_of,
+    divide_by,
+    make_division,
+    skewed_budgets,
+)
+from .kernels import HeadShape, RankLayer, TokenPool
 
 Rows = list[dict[str, Any]]
+
+
+class Room:
+    """Memory for one method's cache at a time: the next one's takes its place."""
+
+    guest: Any = None
+
+    def take(self, guest: Any) -> None:
+        """Let a method `build` its cache here, when the one before was told to `leave`; None: nobody has one."""
+        if self.guest is not guest:
+            if self.guest is not None:
+                self.guest.leave()
+            self.guest = guest
+            if guest is not None:
+                guest.build()
 
 
 class RaggedDecode(Method):
@@ -111,7 +136,7 @@ class MappedGeneration(Generation):
                 own = [pieces.get((sequence, head), Piece(sequence, head, 0, 0)) for head in heads]
                 # What a head keeps lies all over the prompt.
                 rows = [np.arange(piece.start, piece.stop) * tokens // budgets[piece.head] for piece in own]
-                store.add_span(sequence, Span(0, tokens, ragged_body(self._pool, layer, own, rows)))
+                store.add_span(sequence, Span(0, tokens, self._pool.body(layer, own, rows)))
         cache.commit(tokens, compressed=range(batch))
         self._cache = cache
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -38,26 +37,15 @@ MAY_CHOOSE = ("runahead", "pass_kv", "pass_q")
 
 
 def group_profile(arguments: argparse.Namespace, group: Group, world: World, model: PreTrainedModel) -> str | None:
-    """The file of a group's hardware profile: given, kept by an earlier run, or measured now; None if there is none."""
-    path = profile_path(group, arguments.profile, Path(arguments.parts))
+    """The file of a group's hardware profile: kept by an earlier run, or measured now; None if there is none."""
+    path = profile_path(group, Path(arguments.parts))
     # Rank 0's view decides: another rank may see the file a moment later.
-    if arguments.profile is None and arguments.profile_seconds and not world.gather(path.exists())[0]:
+    if arguments.profile_seconds and not world.gather(path.exists())[0]:
         profile = measured_profile(world, shape_of(model), arguments)
         if world.rank == 0:
             profile.save(path)
         world.barrier()
-    return str(path) if arguments.profile is not None or path.exists() else None
-
-
-def group_table(arguments: argparse.Namespace, group: Group, world: World) -> Path:
-    """The group's own lookup table, which begins as the one given."""
-    path = Path(arguments.parts) / "tables" / f"{group.name}.json"
-    if world.rank == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if arguments.table is not None and not path.exists():
-            shutil.copyfile(group.filled(arguments.table), path)
-    world.barrier()
-    return path
+    return str(path) if path.exists() else None
 
 
 class Searches:
@@ -103,7 +91,8 @@ class CaseBench:
     def __init__(self, arguments: argparse.Namespace, group: Group, world: World, peers: Peers):
         self._arguments, self._group, self._world, self._peers = arguments, group, world, peers
         self._profile = group_profile(arguments, group, world, peers.model)
-        self._table = group_table(arguments, group, world)
+        self._table = Path(arguments.parts) / "tables" / f"{group.name}.json"
+        self._table.parent.mkdir(parents=True, exist_ok=True)
         self.searches = Searches(chain_engine(peers, "chain"), world, arguments, self._table, self._profile)
 
     def measure(self, context: int) -> list[dict[str, Any]]:

@@ -67,16 +67,10 @@ class Group:
         asked["context"] = ",".join(map(str, contexts))
         return [word for name, value in asked.items() for word in (f"--{name}", str(value))]
 
-    def filled(self, name: str) -> Path:
-        """A file's name with what it says of the group filled in."""
-        for key in ("ranks", "kv_heads", "rate"):
-            name = name.replace(f"{{{key}}}", str(getattr(self, key)))
-        return Path(name)
 
-
-def profile_path(group: Group, given: str | None, folder: Path) -> Path:
-    """The file of a group's hardware profile: the one that was given, or that is kept beside its cases."""
-    return folder / "profiles" / f"{group.name}.json" if given is None else group.filled(given)
+def profile_path(group: Group, folder: Path) -> Path:
+    """The file of a group's hardware profile, beside its cases."""
+    return folder / "profiles" / f"{group.name}.json"
 
 
 def groups(arguments: argparse.Namespace) -> list[Group]:

@@ -11,13 +11,12 @@ import numpy as np
 from megakv.costmodel.context_parallel import causal_bound, dense_bound
 
 from ..charts import Chart, lines
-from ..choices import Case, judge
 from ..launch import Found, Rows
 from ..models import words_of
 from ..noise import ELSEWHERE, LINK, QUIET
 from ..predictions import CANDIDATES, with_predictions
 from ..publish import Parts, leaves, show, show_summary
-from ..statistics import Interval, median, paired_ratio, ratio
+from ..statistics import Case, Interval, judge, median, paired_ratio, ratio
 from .plan import SEARCH, Group, profile_path
 
 Row = Mapping[str, Any]
@@ -42,7 +41,7 @@ def report(parts: Parts, arguments: argparse.Namespace, rows: Rows, skipped: Map
     if not rows:
         return [], {}, []
     groups = {Group(row["ranks"], row["kv_heads"], row["rate"], ()) for row in rows}
-    paths = {group.name: profile_path(group, arguments.profile, parts.folder) for group in groups}
+    paths = {group.name: profile_path(group, parts.folder) for group in groups}
     kept = {name: path for name, path in paths.items() if path.exists()}
     rows = with_predictions("runahead", arguments, rows, kept.get)
     searches = {name.removeprefix(SEARCH): found for name, found in parts.all(SEARCH).items()}

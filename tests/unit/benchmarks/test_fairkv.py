@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.harness.heads.division import make_division, skewed_budgets
-from benchmarks.harness.heads.names import HEAD_METHODS
+from benchmarks.harness.heads.division import HEAD_METHODS, make_division, skewed_budgets
 from benchmarks.harness.statistics import paired_ratio
 from tests.unit.benchmarks.running import fork_benchmark, refusal
 
