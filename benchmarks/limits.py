@@ -7,12 +7,13 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from harness import limits
-from harness.launch import Found, Rows, Summary, benchmark_alone
+from harness.launch import benchmark_alone
 from harness.options import DTYPES, Options
-from harness.publish import show_summary
+from harness.publish import run_parts
 
 PARTS: dict[str, Any] = {
     "attention": (limits.measure_attention, limits.report_attention),
@@ -45,17 +46,5 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> Found:
-    rows: Rows = []
-    summary: Summary = {}
-    for name in arguments.parts:
-        measure, report = PARTS[name]
-        found = measure(arguments)
-        summary |= report(found)[0]
-        rows += [{"part": name, **row} for row in found]
-    show_summary(summary)
-    return rows, summary, []
-
-
 if __name__ == "__main__":
-    sys.exit(benchmark_alone("limits", parse_arguments(), run))
+    sys.exit(benchmark_alone("limits", parse_arguments(), partial(run_parts, PARTS)))

@@ -11,26 +11,15 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from harness.charts import predicted_over
 from harness.options import Options
-from harness.predictions import predicted_anew
+from harness.predictions import Time, predicted_anew, times_of, unpredicted, winners
 from harness.publish import describe_machine, publish, show, show_summary, write_json
 
-DIFFERING = 0.05  # Two measured times closer than this have no winner
-SETTINGS = (
-    "part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context", "new_tokens",
-    "cached_tokens", "batch", "kept",
-)  # fmt: skip
-"""What a row was measured with, beside the method."""
-MEASURES = (("", "seconds", ("cost_model_s", "predicted_s")), ("TTIT, ", "ttit_seconds", ("predicted_ttit_s",)))
-"""What is measured: its name before the setting, and where a row has the samples and the prediction.
-
-Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_model_s`."""
 WITHOUT = {
     "accuracy": "it measures answers, not times",
     "attention_gpu": "it measures the kernel that profiles are made of",
@@ -38,49 +27,6 @@ WITHOUT = {
     "host_attention": "it measures the kernel that the offload engine's profiles are made of",
     "limits": "it measures the kernels that profiles are made of",
 }
-
-
-@dataclass(frozen=True)
-class Time:
-    """One method's time in one setting, in seconds."""
-
-    setting: str
-    method: str
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted / self.measured - 1
-
-
-def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
-    for row in rows:
-        setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
-        for kind, samples, names in MEASURES:
-            if known := [row[name] for name in names if isinstance(row.get(name), float)]:
-                yield Time(kind + setting, row["method"], known[0], median(row[samples]))
-
-
-def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Methods that some row was measured by without a prediction; a kernel's own times are none's."""
-    missing = {
-        row["method"]
-        for row, (_, key, names) in itertools.product(rows, MEASURES)
-        if "method" in row and key in row and all(row.get(name) is None for name in names)
-    }
-    return sorted(missing)
-
-
-def winners(times: Sequence[Time]) -> list[bool]:
-    """Of every two methods of one setting that differ, whether the faster one was predicted to be."""
-    return [
-        (one.predicted < other.predicted) == (one.measured < other.measured)
-        for one, other in itertools.combinations(times, 2)
-        if one.setting == other.setting
-        and abs(one.measured - other.measured) / min(one.measured, other.measured) > DIFFERING
-    ]
 
 
 def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from harness.document import model_folder, prompts
 from harness.launch import Found, Rows, Summary, benchmark_alone
 from harness.options import Options
 from harness.publish import show, show_summary
-from harness.rivals import CORES, RIVALS, Turn, Worker
+from harness.rivals import CORES, RIVALS, Turn, Worker, row_of
 from harness.statistics import ratio
 from tqdm import tqdm
 
@@ -107,25 +107,6 @@ def is_slow(turns: Mapping[str, Sequence[Turn]], name: str, factor: float) -> bo
     """Whether its first round is all that is wanted of a rival; MegaKV is always repeated."""
     first = {name: found[0].ttft_s for name, found in turns.items() if found}
     return name in first and not RIVALS[name].own and first[name] > factor * min(first.values())
-
-
-def row_of(name: str, dtype: str, length: int, turns: Sequence[Turn], plain: Sequence[Turn]) -> dict[str, Any]:
-    """A row of the results; `plain` are transformers' turns with the same prompts."""
-    rival = RIVALS[name]
-    found: dict[str, Any] = {
-        "rival": name, "runs": rival.runs, "dtype": dtype, "weights": rival.weights or dtype, "context": length,
-        "ranks": rival.ranks, "threads": CORES // rival.ranks, "seconds": [turn.ttft_s for turn in turns],
-        "ttit_s": [turn.ttit_s for turn in turns], "peak_bytes": [turn.peak_bytes for turn in turns],
-        "peak_of_turn": all(turn.peak_of_turn for turn in turns), "tokens": [turn.tokens for turn in turns],
-    }  # fmt: skip
-    if plain:
-        # How many tokens answers begin with alike, in the worst round.
-        differs = [
-            next((at for at, (a, b) in enumerate(zip(one.tokens, same.tokens, strict=True)) if a != b), len(one.tokens))
-            for one, same in zip(turns, plain, strict=False)
-        ]
-        found |= {"equal_tokens": min(differs), "tokens_equal": min(differs) == len(turns[0].tokens)}
-    return found
 
 
 def report(rows: Rows) -> tuple[Summary, list[Any]]:

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.document import model_folder
-from harness.launch import Found, Rows, Summary, benchmark_alone
+from harness.launch import Found, benchmark_alone
 from harness.options import DTYPES, Options
-from harness.publish import show_summary
+from harness.publish import run_parts
 from harness.serving import answers, kept, load, trace
-
-from megakv.base.errors import MegaKVError
 
 PARTS: dict[str, Any] = {
     "answers": (answers.measure, answers.report),
@@ -30,7 +28,6 @@ PARTS: dict[str, Any] = {
     "vllm": (load.measure_vllm, load.report_vllm),
     "guidellm": (load.measure_guidellm, load.report_guidellm),
 }
-OF_OTHERS = ("vllm", "guidellm")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -64,25 +61,7 @@ def run(arguments: argparse.Namespace) -> Found:
     for name in ("prompt", "longest"):
         if (asked := getattr(arguments, name)) > most:
             raise ValueError(f"--{name} {asked}: the model's positions leave {most} for it beside the answer")
-    rows: Rows = []
-    summary: Summary = {"not_run": {}}
-    charts: list[Any] = []
-    for name in arguments.parts:
-        measure, report = PARTS[name]
-        try:
-            found = measure(arguments)
-        except MegaKVError as error:
-            if name not in OF_OTHERS:
-                raise
-            summary["not_run"][name] = str(error)
-            print(f"{name}: not measured: {error}", file=sys.stderr)
-            continue
-        own, drawn = report(found)
-        rows += [{"part": name, **row} for row in found]
-        summary |= own
-        charts += drawn
-    show_summary(summary)
-    return rows, summary, charts
+    return run_parts(PARTS, arguments, may_fail=("vllm", "guidellm"))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megakv.base.partition import Partition
@@ -37,6 +39,17 @@ ACROSS_HOSTS = {"cp": "pass_kv", "tp": "tp_gloo"}
 CANDIDATES = {"single": "one_rank", "runahead": "kvr_s", "pass_kv": "pass_kv", "pass_q": "pass_q"}
 """What `auto` calls a candidate, and the method of `runahead.py` that it is."""
 CHOSEN = {method: candidate for candidate, method in CANDIDATES.items()} | {"runahead": "runahead"}
+
+DIFFERING = 0.05  # Two measured times closer than this have no winner
+SETTINGS = (
+    "part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context", "new_tokens",
+    "cached_tokens", "batch", "kept",
+)  # fmt: skip
+"""What a row was measured with, beside the method."""
+MEASURES = (("", "seconds", ("cost_model_s", "predicted_s")), ("TTIT, ", "ttit_seconds", ("predicted_ttit_s",)))
+"""What is measured: its name before the setting, and where a row has the samples and the prediction.
+
+Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_model_s`."""
 
 
 @dataclass(frozen=True)
@@ -169,3 +182,46 @@ def predicted_anew(results: Mapping[str, Any], path: Path) -> list[dict[str, Any
         return None if benchmark == "runahead" and not profile.exists() else profile
 
     return with_predictions(benchmark, argparse.Namespace(**results["args"]), results["rows"], find)
+
+
+@dataclass(frozen=True)
+class Time:
+    """One method's time in one setting, in seconds."""
+
+    setting: str
+    method: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
+    for row in rows:
+        setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
+        for kind, samples, names in MEASURES:
+            if known := [row[name] for name in names if isinstance(row.get(name), float)]:
+                yield Time(kind + setting, row["method"], known[0], median(row[samples]))
+
+
+def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Methods that some row was measured by without a prediction; a kernel's own times are none's."""
+    missing = {
+        row["method"]
+        for row, (_, key, names) in product(rows, MEASURES)
+        if "method" in row and key in row and all(row.get(name) is None for name in names)
+    }
+    return sorted(missing)
+
+
+def winners(times: Sequence[Time]) -> list[bool]:
+    """Of every two methods of one setting that differ, whether the faster one was predicted to be."""
+    return [
+        (one.predicted < other.predicted) == (one.measured < other.measured)
+        for one, other in combinations(times, 2)
+        if one.setting == other.setting
+        and abs(one.measured - other.measured) / min(one.measured, other.measured) > DIFFERING
+    ]

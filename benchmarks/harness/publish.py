@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megakv.base.errors import MegaKVError
 from megakv.tracking.config import WandbTrackingConfig
 from megakv.tracking.files import write_whole
 from megakv.tracking.machine import machine_info, version_info
@@ -163,6 +165,34 @@ def show_summary(summary: Row, *parts: str) -> None:
     found = [(keys, _cell(value, "")) for keys, value in walk(chosen, whole=("value",)) if not isinstance(value, list)]
     if lines := [["  ".join(keys), shown] for keys, shown in found if shown != "-"]:
         print(f"\n{align(lines)}")
+
+
+def run_parts(
+    parts: Mapping[str, Any], arguments: argparse.Namespace, may_fail: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[Chart]]:
+    """Rows, summary and charts of the parts that are asked for, each of which measures and then reports its rows.
+
+    What `may_fail` is in the summary's ``not_run``, with the reason.
+    """
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {"not_run": {}} if may_fail else {}
+    charts: list[Chart] = []
+    for name in arguments.parts:
+        measure, report = parts[name]
+        try:
+            found = measure(arguments)
+        except MegaKVError as error:
+            if name not in may_fail:
+                raise
+            summary["not_run"][name] = str(error)
+            print(f"{name}: not measured: {error}", file=sys.stderr)
+            continue
+        own, drawn = report(found)
+        rows += [{"part": name, **row} for row in found]
+        summary |= own
+        charts += drawn
+    show_summary(summary)
+    return rows, summary, charts
 
 
 class Parts:

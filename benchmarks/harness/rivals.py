@@ -204,6 +204,25 @@ class Worker:
         self.close()
 
 
+def row_of(name: str, dtype: str, length: int, turns: Sequence[Turn], plain: Sequence[Turn]) -> dict[str, Any]:
+    """A row of the results; `plain` are transformers' turns with the same prompts."""
+    rival = RIVALS[name]
+    found: dict[str, Any] = {
+        "rival": name, "runs": rival.runs, "dtype": dtype, "weights": rival.weights or dtype, "context": length,
+        "ranks": rival.ranks, "threads": CORES // rival.ranks, "seconds": [turn.ttft_s for turn in turns],
+        "ttit_s": [turn.ttit_s for turn in turns], "peak_bytes": [turn.peak_bytes for turn in turns],
+        "peak_of_turn": all(turn.peak_of_turn for turn in turns), "tokens": [turn.tokens for turn in turns],
+    }  # fmt: skip
+    if plain:
+        # How many tokens answers begin with alike, in the worst round.
+        differs = [
+            next((at for at, (a, b) in enumerate(zip(one.tokens, same.tokens, strict=True)) if a != b), len(one.tokens))
+            for one, same in zip(turns, plain, strict=False)
+        ]
+        found |= {"equal_tokens": min(differs), "tokens_equal": min(differs) == len(turns[0].tokens)}
+    return found
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Workers end when their connections do; what is left of the process group after a while is killed."""
     with suppress(subprocess.TimeoutExpired):

@@ -56,6 +56,9 @@ class Cell:
     row: int
     column: int
 
+    def __hash__(self) -> int:
+        return hash((self.table.name, self.row, self.column))
+
     @property
     def setting(self) -> dict[str, Any]:
         """What the value was measured with."""

@@ -26,8 +26,7 @@ from ..models import DTYPES, without_stop
 from ..publish import show
 from ..spawned import Spawned
 from ..world import World
-from .client import Client, Reply
-from .server import megakv_server
+from .server import Client, Reply, megakv_server
 
 DTYPE = "fp32"  # With which sums in another order do not choose another token, unless two are as good as equal
 SHARE, LEAVE, FORK = 0.4, 0.15, 0.2

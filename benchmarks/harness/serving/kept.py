@@ -17,8 +17,7 @@ from ..document import Passages
 from ..launch import Rows, Summary
 from ..publish import show
 from ..statistics import median, paired_ratio
-from .client import Client, Reply
-from .server import Server, megakv_server
+from .server import Client, Reply, Server, megakv_server
 
 LEAVES_AT = 0.9
 WRITTEN_S = 60.0

@@ -24,8 +24,7 @@ from ..document import Passages
 from ..launch import Rows, Summary
 from ..publish import show
 from ..rivals import environment_of
-from .client import GREEDY, Client, Reply
-from .server import Server, VllmServer, megakv_server
+from .server import GREEDY, Client, Reply, Server, VllmServer, megakv_server
 
 STREAM_PROMPT, SHORT_PROMPT = 32, 50
 ENDLESS = 3000  # Tokens that a stream asks for: more than come before it is closed

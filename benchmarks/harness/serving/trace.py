@@ -23,8 +23,7 @@ from transformers import AutoConfig
 from ..document import Passages
 from ..launch import Rows, Summary
 from ..publish import show
-from .client import Client
-from .server import Server, megakv_server
+from .server import Client, Server, megakv_server
 
 BLOCK = 512  # Tokens of a block
 GOES_ON = 0.375

@@ -62,9 +62,9 @@ def test_a_token_beside_transformers_own(tmp_path: Path) -> None:
         "--parts", "around", "--context", "50", "--dtypes", "bf16", "--threads", "1", "--repeats", "1", "--json", path
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    small, long = json.loads(path.read_text())["rows"]
+    small, long, *questions = json.loads(path.read_text())["rows"]
     assert small["ratio"]["value"] == pytest.approx(small["seconds"][0] / small["plain_seconds"][0])
-    assert len(long["in_place_seconds"]) == 1
+    assert len(long["in_place_seconds"]) == 1 and [row["case"][-2:] for row in questions] == ["12", "48"]
 
 
 @pytest.mark.full
