@@ -1,4 +1,4 @@
-"""What compression costs a real model in RULER's tasks, in the form of FairKV's Table 3; and whether exact is exact.
+"""Costs of compression in RULER's tasks for a real model, in the form of FairKV's Table 3; and whether exact is exact.
 
 Exact tokens are compared with transformers' item by item. Then every compression method answers the same items at every
 budget, and caches of 4 bits and FP8 weights beside them. Every batch of items is kept when it is done: the same command
@@ -77,7 +77,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def identity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What must be the same for batches to be kept side by side."""
+    """Settings that must be the same for batches to be kept side by side."""
     data = hashlib.sha256(Path(arguments.data).read_bytes()).hexdigest()
     return {"model": Path(arguments.model).name, "data": data, "dtype": arguments.dtype, "batch": arguments.batch}
 
@@ -97,7 +97,7 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 
 def profile_heads(arguments: argparse.Namespace, parts: Any) -> None:
-    """What each KV head keeps, by the command that users have, of items that are not asked otherwise."""
+    """Measure what each KV head keeps, by the command that users have, of items that are not asked otherwise."""
     path = profile_path(parts)
     path.parent.mkdir(parents=True, exist_ok=True)
     (config := path.with_name("config.json")).write_text(json.dumps({"dtype": arguments.dtype}))
@@ -115,7 +115,7 @@ def profile_heads(arguments: argparse.Namespace, parts: Any) -> None:
 
 
 def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
-    """Of all parts, the profile is measured between them."""
+    """Launches of all parts; the profile is measured between them."""
     kept = ["--parts", str(parts.folder.resolve())]
     if EXACT in arguments.only:
         for ranks in (1, arguments.ranks):
@@ -127,7 +127,7 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
 
 
 def report(parts: Any, arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
-    """What is kept: scores and tokens."""
+    """Report scores and tokens that are kept."""
     rows = rows_of({name: part["answers"] for name, part in parts.all(f"{COMPRESSED}-").items()})
     tokens = {name: part["tokens"] for name, part in parts.all(f"{EXACT}-").items()}
     summary = compare_tokens(tokens) | by_length(rows)

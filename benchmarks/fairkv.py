@@ -80,7 +80,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def wide_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Those of the regimes: a real model's widths, all batches and kept tokens, and the largest of each."""
+    """Arguments of the regimes: a real model's widths, all batches and kept tokens, and the largest of each."""
     own = {name: getattr(arguments, f"wide_{name}") for name in ("hidden", "intermediate", "group", "layers")}
     own |= {
         "heads": arguments.kv_heads * arguments.wide_group,

@@ -56,7 +56,7 @@ class Run:
         return rows
 
     def made(self, *command: str) -> Any:
-        """What a command of the tree writes."""
+        """Result that a command of the tree writes."""
         path = self._folder / "found.json"
         path.unlink(missing_ok=True)
         environ = {**os.environ, "PATH": f"{self._tree}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": ""}

@@ -62,7 +62,7 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
-    """What the limit costs each method, and how much faster context parallelism is at each rate."""
+    """Report what the limit costs each method, and how much faster context parallelism is at each rate."""
     seconds = {(row["method"], row["rate"]): row["seconds"] for row in rows}
     limited = {name: paired_ratio(seconds[name, arguments.rate], seconds[name, UNLIMITED]) for name in (OWN, PEER)}
     speedup = {rate: paired_ratio(seconds[PEER, rate], seconds[OWN, rate]) for rate in (UNLIMITED, arguments.rate)}

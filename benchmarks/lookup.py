@@ -93,7 +93,7 @@ def answer_s(engine: Any, read: Any, ids: torch.Tensor, answers: list[torch.Tens
 
 
 def run(arguments: argparse.Namespace) -> Found:
-    """Of all answers of a kind: how many tokens there are to a step, and how many times as many to a second."""
+    """Report how many tokens there are to a step of a kind of answers, and how many times as many to a second."""
     with alone():
         rows = measure(arguments)
     for row in rows:

@@ -30,7 +30,7 @@ from megakv.forward.choice import Evidence, choose_prefill
 METHODS = ("pass_kv", "pass_q")
 WITHOUT_PROFILE = "no profile"
 POLICIES = ("cost", "alg1", "alg5")
-"""What decides with a profile; the first one is what an engine would go by."""
+"""Policies that decide with a profile; an engine would go by the first one."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -87,7 +87,7 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
 
 
 def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
-    """Of every group that is not measured yet."""
+    """Launches of all groups that are not measured yet."""
     for group in groups(arguments):
         left = []
         for context in group.contexts:

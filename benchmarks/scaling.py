@@ -85,7 +85,7 @@ def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
-    """What the paper's figures and tables say, of these rows."""
+    """Report these rows as the paper's figures and tables do."""
     cap_bytes = arguments.memory_cap_mb * MEGABYTE
     by_context = {str(context): Summary() for context in sorted({row["context"] for row in rows})}
     scaling, latencies, attention = ({context: Summary() for context in by_context} for _ in range(3))

@@ -1,4 +1,4 @@
-"""What `megakv serve` does for many at a time: the command itself, its ranks, and a client that speaks HTTP with it.
+"""Service of `megakv serve` for many at a time: the command itself, its ranks, and a client that speaks HTTP with it.
 
 Every part starts the servers it needs, measures, and says what of it is the summary and what the pictures. Streams,
 prompts and traces are drawn with --seed.

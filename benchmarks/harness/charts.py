@@ -49,7 +49,7 @@ def draw_charts(results: Path, charts: Sequence[Chart]) -> list[Path]:
 
 
 def say(how: Say, row: Row) -> Any:
-    """What a row says: by a key, by a text with keys in braces, or by a function."""
+    """Say something of a row: by a key, by a text with keys in braces, or by a function."""
     if callable(how):
         return how(row)
     return how.format_map(row) if "{" in how else row[how]
@@ -151,7 +151,7 @@ def lines(
 
 
 def predicted_over(rows: Sequence[Row], x: str, series: Say, **words: Any) -> Chart:
-    """What was predicted over what is true (`x`), a row for each point, with a band of 10%."""
+    """Predicted values over true ones (`x`), a row for each point, with a band of 10%."""
 
     def draw(axes: Any) -> None:
         for label, own in by_series(rows, series).items():

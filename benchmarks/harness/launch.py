@@ -31,7 +31,7 @@ from .world import World, join_world
 Rows = list[dict[str, Any]]
 Summary = dict[str, Any]
 Found = tuple[Rows, Summary, list[Any]]
-"""What a benchmark came to: rows, their summary, and charts."""
+"""Outcome of a benchmark: rows, their summary, and charts."""
 Measure = Callable[[argparse.Namespace, World], Rows]
 Report = Callable[[argparse.Namespace, Rows, dict[str, str]], Found]
 
@@ -122,7 +122,7 @@ def is_rank() -> bool:
 
 
 def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: bool) -> int:
-    """What every rank does: the measurement; rank 0 leaves the rows for who started it."""
+    """Measure as one of the ranks; rank 0 leaves the rows for who started it."""
     quiet_libraries()
     with report_errors():
         machine = describe_machine()
@@ -181,7 +181,7 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
 
 
 def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """What ranks find in their environment: this process's, with their threads and accelerator."""
+    """Environment of ranks: this process's, with their threads and accelerator."""
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(arguments.threads)}

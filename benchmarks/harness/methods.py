@@ -48,7 +48,7 @@ class Peer:
         return nullcontext({})
 
     def facts(self, *, generated: bool = False) -> dict[str, Any]:
-        """What is known of every run, or of the last `generate`. Every rank must ask."""
+        """Facts about every run, or about the last `generate`. Every rank must ask."""
         return {"shared_memory": False}
 
 

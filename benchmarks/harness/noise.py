@@ -22,12 +22,12 @@ QUIET, ELSEWHERE, LINK = "quiet", "elsewhere", "link"
 
 
 def pair_names(ranks: int) -> list[str]:
-    """What the switch holds for the flow between each two neighbours."""
+    """Names that the switch holds for the flows between neighbours."""
     return [f"{rank}-{rank + 1}" for rank in range(ranks - 1)]
 
 
 def switched_to(switch: Path) -> str:
-    """What the switch holds; `QUIET` before it was ever set."""
+    """Content of the switch; `QUIET` before it was ever set."""
     try:
         return switch.read_text()
     except OSError:

@@ -74,7 +74,7 @@ class Options(argparse.ArgumentParser):
         self.add(name, default, text, kind=str, choices=allowed)
 
     def hidden(self, *names: str) -> None:
-        """What the process that starts the ranks tells them."""
+        """Options that the process that starts the ranks gives them."""
         for name in names:
             self.add_argument(name, help=argparse.SUPPRESS)
 
@@ -83,7 +83,7 @@ class Options(argparse.ArgumentParser):
         self.add("--wandb", None, "log them to this W&B project, offline unless logged in", kind=str)
 
     def ranks(self, *, timeout_s: float = 3600.0) -> None:
-        """What every benchmark of several ranks takes."""
+        """Options of every benchmark of several ranks."""
         self.add("--ranks", None, "processes to start on this machine", kind=int, required=True)
         self.add("--threads", 1, "threads of every rank")
         self.add("--timeout", timeout_s, "seconds after which all is ended")
@@ -122,7 +122,7 @@ class Options(argparse.ArgumentParser):
         return arguments
 
     def some_of(self, name: str, text: str, allowed: Collection[str]) -> list[str]:
-        """What a list of names holds."""
+        """Names in a list."""
         names = text.split(",")
         if set(names) - set(allowed) or len(set(names)) < len(names):
             self.error(f"{name} {text}: allowed: each of {', '.join(allowed)} once")

@@ -1,4 +1,4 @@
-"""What the cost model says of a benchmark's own rows, from profiles that were measured in the same run."""
+"""Predictions of a benchmark's own rows, from profiles that were measured in the same run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KNOWN = ("prefill", "decode", "scaling", *RATED)
 ACROSS_HOSTS = {"cp": "pass_kv", "tp": "tp_gloo"}
 """Methods of `hosts.py`, as predictions call them."""
 CANDIDATES = {"single": "one_rank", "runahead": "kvr_s", "pass_kv": "pass_kv", "pass_q": "pass_q"}
-"""What `auto` calls a candidate, and the method of `runahead.py` that it is."""
+"""Names of candidates as `auto` has them, and the method of `runahead.py` that each is."""
 CHOSEN = {method: candidate for candidate, method in CANDIDATES.items()} | {"runahead": "runahead"}
 
 DIFFERING = 0.05  # Two measured times closer than this have no winner
@@ -45,9 +45,9 @@ SETTINGS = (
     "part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context", "new_tokens",
     "cached_tokens", "batch", "kept",
 )  # fmt: skip
-"""What a row was measured with, beside the method."""
+"""Settings that a row may have, beside the method."""
 MEASURES = (("", "seconds", ("cost_model_s", "predicted_s")), ("TTIT, ", "ttit_seconds", ("predicted_ttit_s",)))
-"""What is measured: its name before the setting, and where a row has the samples and the prediction.
+"""Measured times: a name before the setting, and where a row has the samples and the prediction.
 
 Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_model_s`."""
 
@@ -93,7 +93,7 @@ class Predictions:
         return ttit_seconds(self.profile, self.model, work, method, tp_size=self.tp_size)
 
     def _begun(self) -> float:
-        """What MegaKV's `generate` takes before its first pass."""
+        """Seconds of MegaKV's `generate` before its first pass."""
         shared = GENERATE_SHARES * self.profile.share_s if self.size > 1 else 0.0
         return shared + self.profile.begin_s + self.profile.added.begin_s
 
@@ -218,7 +218,7 @@ def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def winners(times: Sequence[Time]) -> list[bool]:
-    """Of every two methods of one setting that differ, whether the faster one was predicted to be."""
+    """Tell of every two methods of one setting that differ whether the faster one was predicted to be."""
     return [
         (one.predicted < other.predicted) == (one.measured < other.measured)
         for one, other in combinations(times, 2)

@@ -72,7 +72,7 @@ def keep_measured(
 
 
 def lone_profile(device: torch.device, model: ModelShape, seconds: float) -> HardwareProfile:
-    """Of this process alone."""
+    """Measure a profile of this process alone."""
     return _measure(Alone(device), model, seconds, sums=[])
 
 

@@ -34,7 +34,7 @@ class Heads:
         return 4 * self.queries * self.dim * int((slots + 1).sum())
 
     def memory_bytes(self, context: int, size: int) -> int:
-        """What `VirtualRing` and the attention of one rank take: inputs twice, a partial and two float32 outputs."""
+        """Bytes of `VirtualRing` and the attention of one rank: inputs twice, a partial and two float32 outputs."""
         inputs = context * (self.queries + 2 * self.kv) * self.dim * self.dtype.itemsize
         outputs = -(-context // size) * self.queries * self.dim * (self.dtype.itemsize + 8)
         return 2 * inputs + outputs
@@ -82,7 +82,7 @@ class VirtualRing:
         return self._q_CHD[self._index(rank)].transpose(0, 1)
 
     def attend(self, rank: int, q_HLD: Tensor, merging: Watch) -> PartialAttention:
-        """What a rank of the ring computes: its own part first, then the others in the order in which they arrive."""
+        """Compute as a rank of the ring: its own part first, then the others in the order in which they arrive."""
         attention = TimedAttention(q_HLD, self.slots[rank], self.scoring, merging)
         for step in range(self.size):
             source = (rank - step) % self.size

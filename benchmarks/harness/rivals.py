@@ -61,7 +61,7 @@ RIVALS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rival did with one prompt: seconds, tokens, and the peak memory of all its processes."""
+    """Answer of a rival to one prompt: seconds, tokens, and the peak memory of all its processes."""
 
     ttft_s: float
     ttit_s: float
@@ -163,7 +163,7 @@ class Worker:
         return found
 
     def _answers(self) -> list[dict[str, Any]]:
-        """Of all ranks, as they come: a rank that fails says why, while others would wait for it."""
+        """Answers of all ranks, as they come: a rank that fails says why, while others would wait for it."""
         waiting = {link: rank for rank, (link, _) in enumerate(self._ranks)}
         found: dict[int, dict[str, Any]] = {}
         while waiting:

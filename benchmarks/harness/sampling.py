@@ -53,11 +53,11 @@ class Method:
         return nullcontext({})
 
     def result(self, output: Any) -> Tensor | None:
-        """What all methods must agree on; None from a rank that took no part."""
+        """Result that all methods must agree on; None from a rank that took no part."""
         return None
 
     def facts(self, world: World, output: Any) -> dict[str, Any]:
-        """What the untimed run shows of the method. Every rank asks."""
+        """Facts about the method that the untimed run shows. Every rank asks."""
         return {}
 
 

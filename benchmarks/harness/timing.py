@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList
 
 Call = Callable[[], object]
-"""What is timed; one that returns a float has timed itself."""
+"""Function that is timed; one that returns a float has timed itself."""
 
 
 def by_turns(calls: Mapping[str, Call], repeats: int, what: str = "") -> dict[str, list[float]]:

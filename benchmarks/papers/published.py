@@ -61,7 +61,7 @@ class Cell:
 
     @property
     def setting(self) -> dict[str, Any]:
-        """What the value was measured with."""
+        """Setting that the value was measured with."""
         return {**self.table.rows[self.row], **self.table.columns[self.column]}
 
     @property
@@ -73,7 +73,7 @@ class Cell:
 
     @property
     def use(self) -> Use:
-        """What the value serves for."""
+        """Purpose that the value serves."""
         return self.table.use(self.row, self.column)
 
 

@@ -67,14 +67,14 @@ class Way:
 
     @property
     def section(self) -> dict[str, Any]:
-        """Of the JSON, what asks for it."""
+        """Section of the JSON that asks for it."""
         if self.budget is None:
             return SECTIONS[self.method]
         return {"fairkv": {"method": self.method, "budget": float(self.budget), **self._own}}
 
     @property
     def observes(self) -> tuple[int, ...] | None:
-        """What must be observed of the tokens before the last; ways of which this is the same share a reading."""
+        """Observations that it needs of the tokens before the last; ways with the same share a reading."""
         if self.budget is None:
             return () if self.method == EXACT else None
         observed = methods.METHODS[self.method](**self._own).observed
@@ -94,7 +94,7 @@ class Found(StoppingCriteria):
 
 @dataclass(frozen=True)
 class Answer:
-    """What was said, and how many tokens of the prompt a KV head held on average, of so many."""
+    """Text of an answer, and how many tokens of the prompt a KV head held on average, of so many."""
 
     text: str
     score: float

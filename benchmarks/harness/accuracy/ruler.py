@@ -161,7 +161,7 @@ def charts(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], words:
 
 
 def compare_tokens(tokens: Mapping[str, Mapping[str, Sequence[Sequence[int]]]]) -> dict[str, Any]:
-    """Of the items that transformers and MegaKV on one rank and on several have answered, how many got the same tokens.
+    """Count the items that got the same tokens from transformers and from MegaKV on one rank and on several.
 
     `tokens` has by ``PART-RANKS-CONTEXT-TASK-NUMBER``, and then by library, an item's tokens.
     """

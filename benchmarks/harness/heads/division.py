@@ -27,7 +27,7 @@ HEAD_METHODS = (UNIFORM, CONTIGUOUS, *MAPPED)
 """`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
 assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
 BY_TOKENS = ("nodp", "split1")
-"""Beside what the cost model chooses: mappings that balance tokens, without copies, and with one that shares them."""
+"""Mappings that balance tokens, without copies, and with one that shares them; measured beside the cost model's."""
 
 
 def kept_heads(options: Options, *, group: Any, head_dim: Any = 128, dtype: Any = "bf16") -> None:
@@ -84,7 +84,7 @@ class Division:
         ]
 
     def layer_seconds(self, times: HeadTimes) -> list[float]:
-        """What the cost model says of each layer."""
+        """Predicted seconds of each layer."""
         return [
             times.costs(layer).seconds(works, times.shared_s(self.shared_entries(layer)))
             for layer, works in enumerate(self.works(times.batch))
@@ -101,7 +101,7 @@ class Division:
         return sum(max(layer) for layer in self.loads())
 
     def facts(self) -> dict[str, Any]:
-        """What a row says about who attends to how much; `utilisation` is mean load over the slowest rank's."""
+        """Facts for a row about who attends to how much; `utilisation` is mean load over the slowest rank's."""
         loads = self.loads()
         tokens = [sum(column) for column in zip(*loads, strict=True)]
         known = {"utilisation": barrier_utilisation(loads), "slowest_tokens": self.slowest}
@@ -139,7 +139,7 @@ def divide_by(name: str, budgets: Budgets, mapping: HeadMapping | None, *, ranks
 
 
 def copies_of(name: str) -> Copies:
-    """What copies of a method of `HEAD_METHODS` divide, in the words of `megakv.fairkv.copies`."""
+    """Say what a method's copies divide, in the words of `megakv.fairkv.copies`."""
     return "batch" if name.startswith("dp") else "tokens"
 
 

@@ -43,7 +43,7 @@ class HeadShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of a kept token: key and value of one head."""
+        """Bytes of a kept token: key and value of one head."""
         return 2 * self.dim * self.dtype.itemsize
 
 
@@ -76,7 +76,7 @@ class TokenPool:
 
 
 class RankLayer:
-    """What one rank holds of one layer: the pieces of all sequences in one ragged body, as if each were a head."""
+    """Share of one rank in one layer: the pieces of all sequences in one ragged body, as if each were a head."""
 
     def __init__(self, pool: TokenPool, division: Division, layer: int, rank: int, batch: int):
         shape = pool.shape

@@ -36,7 +36,7 @@ HOW = (
 
 
 class VirtualMachine:
-    """What this machine, and the sums of another one, make of steps on any number of ranks."""
+    """Steps on any number of ranks, as this machine's kernels and the sums of another machine make them."""
 
     def __init__(self, arguments: argparse.Namespace, sums: Path):
         self._arguments = arguments
@@ -67,7 +67,7 @@ class VirtualMachine:
         return rows
 
     def _kernels(self, divisions: Sequence[Division], tp: int, batch: int) -> tuple[Any, Any]:
-        """Of every division ``[repeats, layers, ranks]`` attention and projections; ``[repeats, layers]`` the MLP."""
+        """Seconds by division: attention and projections ``[repeats, layers, ranks]``; the MLP ``[repeats, layers]``."""
         arguments = self._arguments
         longest = max(max(row) for division in divisions for row in division.budgets)
         pool = TokenPool(self._shape, longest, arguments.seed)
@@ -86,7 +86,7 @@ class VirtualMachine:
         return np.stack(found, axis=2), np.stack(shared, axis=1)
 
     def _modelled(self, division: Division, times: HeadTimes) -> dict[str, float]:
-        """What the cost model says: of the step, and of that what kernels are not."""
+        """Predicted seconds: of the whole step, and of all in it but kernels."""
         predicted = exchanged = 0.0
         dense = TokenTimes(self._profile, self._model, tp_size=times.tp_size)
         issued = times.attention([RankWork(0, 0)] * times.tp_size)
@@ -106,7 +106,7 @@ def step_seconds(row: Row, rounds: Any = slice(None)) -> float:
 
 
 def step_ratio(slow: Row, fast: Row) -> Interval:
-    """Of two steps of one regime; the interval is over rounds, whose kernels were timed in turn."""
+    """Ratio of two steps of one regime; the interval is over rounds, whose kernels were timed in turn."""
     count, rng = len(slow["rank_kernel_seconds"]), np.random.default_rng(SEED)
     drawn = rng.integers(0, count, (RESAMPLES // 20, count))
     resampled = np.array([step_seconds(slow, rounds) / step_seconds(fast, rounds) for rounds in drawn])

@@ -1,4 +1,4 @@
-"""What the FairKV benchmarks found: gains over contiguous heads, against what was to be expected."""
+"""Findings of the FairKV benchmarks: gains over contiguous heads, against what was to be expected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Row = Mapping[str, Any]
 
 
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Of one part: gains, against what the kept tokens let one expect."""
+    """Summarise one part: gains, against what the kept tokens let one expect."""
     by_name = {row["method"]: row for row in rows}
     base, uniform = by_name.get(CONTIGUOUS), by_name.get(UNIFORM)
     kinds = ("speedup", "predicted", "off", "over_uniform", "busy", "profile", "off_profile")

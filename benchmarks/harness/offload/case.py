@@ -225,7 +225,7 @@ class CaseBench:
         return statistics.median(step_seconds(turn) for turn in turns)
 
     def _forecast(self, method: str, profile: LayerSpeeds, tokens: int, device_s: float) -> float:
-        """What the cost model says of a step before any step has shown anything."""
+        """Predict a step before any step has shown anything."""
         costs = replace(profile.costs(self._case.batch), device_s=device_s)
         group = replace(group_costs(costs, tokens), chunk=self._arguments.chunk)
         # Without activations there is nothing to recompute from, and without its speed the host attends to nothing.
@@ -249,7 +249,7 @@ def one_by_one(case: Case, bench: CaseBench, parts: Parts, least: int) -> list[d
 
 
 def contenders(turns: Mapping[str, Sequence[Turn]]) -> tuple[str, ...]:
-    """Of methods in turns, those that further rounds are for: `auto`, and what may be the best of its choices."""
+    """Methods that further rounds are for: `auto`, and those that may be the best of its choices."""
     times = medians(turns)
     fastest = min(times.values())
     return tuple(name for name in times if name == "auto" or times[name] <= CLOSE * fastest)
@@ -261,12 +261,12 @@ def medians(turns: Mapping[str, Sequence[Turn]]) -> dict[str, float]:
 
 
 def step_seconds(turn: Turn) -> float:
-    """Of a step of the whole batch: row-by-row, one of every call."""
+    """Seconds of a step of the whole batch: row-by-row, one of every call."""
     return sum(statistics.median(sample.seconds) for sample in turn)
 
 
 def planned(steps: Sequence[StepRecord], turns: Sequence[Turn]) -> dict[str, Any]:
-    """What the scheduler predicted and chose, step by step."""
+    """Predictions and choices of the scheduler, step by step."""
     calls = len(turns[0])
     # Corrected by the steps before, as the scheduler compares plans; and as the cost model alone has it.
     said = [step.predicted_s for step in steps], [step.plan.seconds for step in steps]
@@ -288,7 +288,7 @@ def planned(steps: Sequence[StepRecord], turns: Sequence[Turn]) -> dict[str, Any
 
 
 def timeline(sample: Sample) -> dict[str, list[float]]:
-    """Of a generation's counted steps: when each ended, its share of computing where known, and bytes on the device."""
+    """Ends of a generation's counted steps, the share of computing where known, and bytes on the device."""
     ends = itertools.accumulate(step.measured_s for step in sample.steps)
     busy = [1 - step.waited_s / step.measured_s for step in sample.steps] if sample.waited_s is not None else []
     return {

@@ -128,7 +128,7 @@ class Sample:
 
     @property
     def seconds(self) -> list[float]:
-        """Those of the counted steps."""
+        """Seconds of the counted steps."""
         return self.all_seconds[WARM:]
 
 
@@ -236,7 +236,7 @@ class Decoder:
         return sample
 
     def _kv_bytes(self, tokens: Tensor) -> int:
-        """Of the keys and values of a generation's tokens."""
+        """Bytes of the keys and values of a generation's tokens."""
         return tokens.numel() * len(self._shape.layers) * self._shape.attention().kv_row_bytes
 
     def known(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `offload.py` emulates: transformers' offloaded cache over a link, a paced disk, cores of their own."""
+"""Emulation for `offload.py`: transformers' offloaded cache over a link, and a paced disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GRACE_S = 1e-3  # A read that follows another sooner than that makes good what t
 
 
 class EmulatedOffloadedCache(DynamicCache):
-    """What transformers' ``DynamicCache(offloading=True)``, which needs CUDA, moves, and when, over an emulated link.
+    """Moves of transformers' ``DynamicCache(offloading=True)``, which needs CUDA, over an emulated link.
 
     A layer is brought while the one before computes, and copied back whole, in line with the computation.
     """

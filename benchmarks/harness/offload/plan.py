@@ -1,4 +1,4 @@
-"""What `offload.py` measures: its parts, their cases, and the names of its methods. Nothing heavy is imported."""
+"""Plan of `offload.py`: its parts, their cases, and the names of its methods."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ SMALL = {"opt": "opt", "mha": "llama", "gqa": "llama", WINDOWED: "qwen3"}
 
 @dataclass(frozen=True)
 class Variant:
-    """What a method's name says."""
+    """Meaning of a method's name."""
 
     method: str  # Of ``megakv.offload``, or `IN_MEMORY`, or `OTHERS`
     rows: bool  # Whether the groups of a case are decoded one after the other, in calls of their own
@@ -75,7 +75,7 @@ class Variant:
 
 
 def variant(name: str) -> Variant:
-    """Of a method's name, such as ``row_stream``, ``kvpr_4bit`` or ``kvpr_coarse``."""
+    """Read a method's name, such as ``row_stream``, ``kvpr_4bit`` or ``kvpr_coarse``."""
     method, budget = name.removeprefix(ROW), 0.25 if name.endswith(QUARTER) else None
     schedule = next((ending for ending in SCHEDULES if name.endswith(ending)), "")
     for ending in (FOUR_BITS, COARSE, QUARTER, schedule):
@@ -86,7 +86,7 @@ def variant(name: str) -> Variant:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured side by side, its methods in turns."""
+    """Methods that are measured side by side, in turns, in one setting."""
 
     part: str
     model: str
@@ -216,6 +216,6 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
 
 
 def identity(arguments: argparse.Namespace) -> dict[str, object]:
-    """What must be the same for cases to be reported together."""
+    """Settings that must be the same for cases to be reported together."""
     names = ("gpu", "quick", "layers", "hidden", "heads", "dtype", "chunk", "threads")
     return {name: getattr(arguments, name) for name in names}

@@ -21,11 +21,11 @@ COLUMNS = (
     "device_bytes:MB recomputed_last cached_last on_host"
 )
 VARIED = ("{link_gb_s:.3g} GB/s", "{context}/{new_tokens}", "{batch} sequences")
-"""What the rows of a chart may differ by, beside the method."""
+"""Settings by which the rows of a chart may differ, beside the method."""
 
 
 def case_of(row: Row) -> str:
-    """What a row was measured with, beside its method, in words; without dots, so that documents can quote by it."""
+    """Setting of a row in words, without its method; without dots, so that documents can quote by it."""
     link = f"{1e3 * row['link_gb_s']:.0f} MB/s {row['link']}"
     size = f"{row['batch']} x {row['context']}+{row['new_tokens']}"
     size += f" x {row['beams']} beams" if row["beams"] > 1 else ""
@@ -58,7 +58,7 @@ def prompt_s(row: Row) -> float:
 
 
 def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
-    """What the rows show; `exact_type`: recomputed keys and values equal the stored ones, as in float32."""
+    """Verdicts over the rows; `exact_type`: recomputed keys and values equal the stored ones, as in float32."""
     cases: dict[str, dict[str, Row]] = {}
     for row in rows:
         cases.setdefault(case_of(row), {})[row["method"]] = row
@@ -107,7 +107,7 @@ def _best(found: Mapping[str, Row]) -> Row:
 
 
 def _chosen(found: Mapping[str, Row]) -> dict[str, Any]:
-    """What columns take of the time of rows, within rounds that begin with each in turn; whether the faster was chosen.
+    """Time of columns over that of rows, within rounds that begin with each in turn; whether the faster was chosen.
 
     None where they are not told apart: where their interval is not wholly beyond `APART`. `same_twice` is how far two
     engines of one schedule differ.

@@ -172,7 +172,7 @@ def chain_engine(peers: Peers, name: str) -> megakv.MegaKVEngine:
 
 
 def chosen(bytes_sent: Sequence[Mapping[str, int]]) -> str:
-    """What `auto` chose, by what went over the wire most: the last layer's few queries go round with any ring."""
+    """Tell what `auto` chose by what went over the wire most: the last layer's few queries go round with any ring."""
     sent = sum(map(Counter, bytes_sent), Counter())
     return max(MAY_CHOOSE, key=lambda name: sent[name]) if any(sent[name] for name in MAY_CHOOSE) else "one_rank"
 

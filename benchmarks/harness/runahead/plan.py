@@ -1,4 +1,4 @@
-"""What a launch of ranks of `runahead.py` measures, and which of it is measured already. Nothing heavy is imported."""
+"""Plan of `runahead.py`: what each launch of ranks measures, and which of it is measured already."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ class Group:
 
     @property
     def name(self) -> str:
-        """What its files begin with."""
+        """Beginning of its files' names."""
         return f"r{self.ranks}-kv{self.kv_heads}-{self.rate}"
 
     def case(self, context: int) -> str:
         return f"{self.name}-{context}"
 
     def methods(self, asked: Sequence[str], context: int, spacing: int) -> list[str]:
-        """Those of the methods asked for that there are here."""
+        """Methods asked for that there are here."""
         # DeepSpeed's shared-memory op is for one host.
         absent = set() if self.rate == FREE else {"tp"}
         if self.kv_heads % self.ranks:
@@ -84,7 +84,7 @@ def groups(arguments: argparse.Namespace) -> list[Group]:
 
 
 def identity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What must be the same for cases to be reported together."""
+    """Settings that must be the same for cases to be reported together."""
     names = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dtype", "threads")
     return {name: getattr(arguments, name) for name in names}
 

@@ -129,7 +129,7 @@ def _bounds(seconds: Mapping[str, Sequence[float]], ranks: int) -> tuple[dict[st
 
 
 def losses(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[str, float]]]:
-    """What a competing flow costs each method (KV-Runahead, Figure 11), as a part of its time."""
+    """Costs of a competing flow for each method (KV-Runahead, Figure 11), as a part of its time."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for name in seconds:
         elsewhere, link = f"{name}, {ELSEWHERE}", f"{name}, {LINK}"

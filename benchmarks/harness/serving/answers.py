@@ -47,7 +47,7 @@ class Asked:
     text: str | None = None
 
     def leaves(self, reply: Reply) -> bool:
-        """Of those that leave, some do before the first token."""
+        """Whether the client leaves now; some do before the first token."""
         if self.leaves_after is None:
             return False
         return len(reply.stamps) >= self.leaves_after if self.leaves_after else bool(reply.progress)

@@ -1,4 +1,4 @@
-"""What a server keeps: for a client that comes back, over a restart after all ranks were killed, and of its memory."""
+"""Keeping by a server: for a client that comes back, over a restart after all ranks were killed, and of its memory."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ async def _many(server: Server, arguments: argparse.Namespace) -> Rows:
 
 
 def report_memory(rows: Rows) -> tuple[Summary, list[Any]]:
-    """What the rank that has grown most has grown by since the first tenth."""
+    """Growth of the rank that has grown most, since the first tenth."""
     last = rows[-1]
     early = next(row for row in rows if row["requests"] * 10 >= last["requests"])
     growth = max(after / before for before, after in zip(early["rss"], last["rss"], strict=True)) - 1

@@ -197,7 +197,7 @@ def measure_vllm(arguments: argparse.Namespace) -> Rows:
 
 
 def report_vllm(rows: Rows) -> tuple[Summary, list[Chart]]:
-    """What MegaKV's parts say, of vLLM."""
+    """Report vLLM's rows as MegaKV's parts do theirs."""
     waits, speeds = ([row for row in rows if row["load"] == load] for load in ("gaps", "throughput"))
     own, charts = report_gaps(waits)
     report_throughput(speeds)

@@ -91,7 +91,7 @@ class Server:
         return [found[rank] for rank in sorted(found)]
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Status as the server has it."""
         found: dict[str, Any] = httpx.get(f"{self.url}/status", timeout=END_S).raise_for_status().json()
         return found
 
@@ -115,7 +115,7 @@ def megakv_server(arguments: argparse.Namespace, *words: object, **changes: Any)
 
 
 class VllmServer(Server):
-    """What `vllm serve` starts, on as many threads, of the environment that rivals.sh makes."""
+    """Server that `vllm serve` starts, on as many threads, of the environment that rivals.sh makes."""
 
     def __init__(self, arguments: argparse.Namespace):
         python, self._port = environment(RIVALS["vllm"]), free_port()
@@ -156,7 +156,7 @@ class Reply:
 
 
 class Client:
-    """Of one server, in an ``async with``."""
+    """Client of one server, in an ``async with``."""
 
     def __init__(self, url: str):
         limits = httpx.Limits(max_connections=None)

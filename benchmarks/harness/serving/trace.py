@@ -133,7 +133,7 @@ async def _ask(server: Server, asked: Sequence[tuple[list[int], int]]) -> Rows:
 
 
 def unbounded(prompts: Sequence[Sequence[int]]) -> list[int]:
-    """What a cache that forgets nothing leaves to be computed of each prompt, its last token in any case."""
+    """Tokens of each prompt that a cache that forgets nothing leaves to be computed, the last one in any case."""
     root: dict[int, Any] = {}
     found = []
     for prompt in prompts:
