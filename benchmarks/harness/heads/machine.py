@@ -67,7 +67,7 @@ class VirtualMachine:
         return rows
 
     def _kernels(self, divisions: Sequence[Division], tp: int, batch: int) -> tuple[Any, Any]:
-        """Seconds by division: attention and projections ``[repeats, layers, ranks]``; the MLP ``[repeats, layers]``."""
+        """Seconds: by division attention and projections, ``[repeats, layers, ranks]``; MLP ``[repeats, layers]``."""
         arguments = self._arguments
         longest = max(max(row) for division in divisions for row in division.budgets)
         pool = TokenPool(self._shape, longest, arguments.seed)
