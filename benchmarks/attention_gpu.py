@@ -4,11 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
-from harness.launch import Rows, benchmark_alone
-from harness.options import DTYPES, Options
+import numpy as np
+import psutil
+import torch
+from harness.launch import Found, Rows, Summary, benchmark_alone
+from harness.models import DTYPES
+from harness.options import Options
+from harness.publish import show
+from harness.ring import Heads, VirtualRing, matmul_rate
+from harness.timing import Watch
+from tqdm import tqdm
+
+from megakv.base.errors import MegaKVError
 
 CLAIM = 128 << 10  # The context at which the rate is judged, in tokens
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 4e-3}
@@ -26,7 +37,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--heads", 16, "query heads of a rank, as in Llama 3 405B on TP8")
     options.add("--kv-heads", 1, "KV heads of a rank")
     options.add("--head-dim", 128, "head dimension")
-    options.choice("--dtype", DTYPES, "bf16", "of queries, keys, values")
+    options.choice("--dtype", tuple(DTYPES), "bf16", "of queries, keys, values")
     options.add("--matmul", {"cuda": 8192, "cpu": 1024}, "rows of the matrix product")
     options.add("--rows", 16, "rows of each rank that are checked")
     options.add("--threads", 1, "threads on the CPU")
@@ -38,13 +49,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_case(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -> dict[str, Any]:
+def measure_case(arguments: argparse.Namespace, ring: VirtualRing, matmul: float) -> dict[str, Any]:
     """Check, then time, the attention of every rank of a ring."""
-    import numpy as np
-    from harness.virtual_ring import Watch
-
-    from megakv.base.errors import MegaKVError
-
     rng = np.random.default_rng(0)
     total, merging = Watch(ring.device), Watch(ring.device)
     worst = np.zeros(2)
@@ -73,47 +79,35 @@ def measure_case(arguments: argparse.Namespace, ring: Any, matmul_rate: float) -
     return {
         "context": ring.context, "ranks": ring.size, "seconds": seconds.max(axis=1).tolist(),
         "rank_seconds": seconds.tolist(), "merge_seconds": merge_seconds.tolist(), "flops": flops,
-        "tflops": rate / 1e12, "matmul_tflops": matmul_rate / 1e12, "matmul_fraction": rate / matmul_rate,
+        "tflops": rate / 1e12, "matmul_tflops": matmul / 1e12, "matmul_fraction": rate / matmul,
         "merge_share": float(np.median(merge_seconds.sum(axis=1) / seconds.sum(axis=1))),
         "output_error": float(worst[0]), "lse_error": float(worst[1]),
     }  # fmt: skip
 
 
-def summarise(rows: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def summarise(rows: Rows, skipped: Rows) -> Summary:
     """Rates and merging at 128K tokens, or the longest context measured below it, by number of ranks."""
     context = max((row["context"] for row in rows if row["context"] <= CLAIM), default=rows[0]["context"])
-    judged = [row for row in rows if row["context"] == context]
+    judged = {str(row["ranks"]): row for row in rows if row["context"] == context}
     return {
         "context": context,
-        "matmul_fraction": {str(row["ranks"]): row["matmul_fraction"] for row in judged},
-        "lowest_matmul_fraction": min(row["matmul_fraction"] for row in judged),
-        "merge_share": {str(row["ranks"]): row["merge_share"] for row in judged},
-        "largest_merge_share": max(row["merge_share"] for row in judged),
+        "matmul_fraction": {ranks: row["matmul_fraction"] for ranks, row in judged.items()},
+        "lowest_matmul_fraction": min(row["matmul_fraction"] for row in judged.values()),
+        "merge_share": {ranks: row["merge_share"] for ranks, row in judged.items()},
+        "largest_merge_share": max(row["merge_share"] for row in judged.values()),
         "max_output_error": max(row["output_error"] for row in rows),
         "max_lse_error": max(row["lse_error"] for row in rows),
-        "skipped": list(skipped),
+        "skipped": skipped,
     }
 
 
-def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]:
+def run(arguments: argparse.Namespace) -> Found:
     """Measure every context on every number of ranks, and report."""
-    import psutil
-    import torch
-    from harness.charts import bars
-    from harness.models import DTYPES as TYPES
-    from harness.publish import show
-    from harness.virtual_ring import Heads, VirtualRing, matmul_rate
-    from tqdm import tqdm
-
-    from megakv.base.errors import MegaKVError
-
     device = torch.device(arguments.device)
-    heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, TYPES[arguments.dtype])
+    heads = Heads(arguments.heads, arguments.kv_heads, arguments.head_dim, DTYPES[arguments.dtype])
     rows: Rows = []
     skipped: Rows = []
-    cases = [(context, size) for context in arguments.contexts for size in arguments.ranks]
-    for context, size in (bar := tqdm(cases, unit="case")):
-        bar.set_postfix_str(f"{context:,} tokens on {size} ranks")
+    for context, size in tqdm([*product(arguments.contexts, arguments.ranks)], unit="case"):
         free = psutil.virtual_memory().available
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -129,24 +123,14 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, dict[str, Any], list[Any]]
     if not rows:
         raise MegaKVError(f"nothing fits: {skipped[0]['context']:,} tokens on {size} ranks: {skipped[-1]['reason']}")
     summary = summarise(rows, skipped)
-    columns = "context ranks seconds:ms tflops matmul_fraction:% merge_share:% output_error lse_error"
-    show(rows, columns)
+    show(rows, "context ranks seconds:ms tflops matmul_fraction:% merge_share:% output_error lse_error")
     for entry in skipped:
         print(f"{entry['context']:,} tokens on {entry['ranks']} ranks left out: {entry['reason']}")
     print(
         f"at {summary['context']:,} tokens: at least {summary['lowest_matmul_fraction']:.1%} of the matrix product's "
         f"rate, merging at most {summary['largest_merge_share']:.1%} of the time"
     )
-    drawn: Rows = [{"label": "matrix product", "rates": [row["matmul_tflops"] for row in rows], "own": False}]
-    for row in rows:
-        work = sum(row["flops"]) / row["ranks"] / 1e12
-        label = f"{row['context'] / 1024:g}K on {row['ranks']}"
-        drawn.append({"label": label, "rates": [work / seconds for seconds in row["seconds"]], "own": True})
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    shape = f"{arguments.heads} query and {arguments.kv_heads} KV heads of {arguments.head_dim}, {arguments.dtype}"
-    words = {"title": "Partial attention of a rank: context on ranks", "unit": "TFLOP/s, more is better"}
-    words |= {"subtitle": f"{name}, {shape}; causal work counted once"}
-    return rows, summary, [bars("", drawn, "label", "rates", own="own", **words)]
+    return rows, summary, []
 
 
 if __name__ == "__main__":

@@ -7,30 +7,32 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Launch, Rows, Summary, benchmark
+import psutil
+from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.links import FREE, checked_rates
+from harness.methods import ContextParallel, Generation, Peer, Peers
+from harness.models import random_ids, random_model, sharded_cache, single_caches, without_stop
 from harness.options import Options, check_memory
-
-if TYPE_CHECKING:
-    from harness.methods import Peers
-    from harness.world import World
+from harness.profiles import keep_measured
+from harness.publish import show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import median, ratio
 
 SINGLE = ("single", "single_idle", "in_place", "in_place_idle")
 OWN = ("replicated", "tensor", "pass_q", "auto")
 ALONE = "alone"
-METHODS = (*SINGLE, *OWN)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options = Options(__doc__)
     options.ranks()
     options.add("--context", 8192, "cached tokens per sequence")
-    options.names("--methods", METHODS, ",".join(METHODS), "which to run")
-    options.add("--rates", FREE, f"links between ranks: {FREE}, or of hosts, as unlimited or 1gbit", kind=str)
+    options.names("--methods", (*SINGLE, *OWN), ",".join((*SINGLE, *OWN)), "which to run")
+    options.add("--rates", FREE, f"links between ranks: {FREE}, or of hosts, as unlimited or 1gbit")
     options.hidden("--rate")
     options.numbers("--batches", None, "sequences decoded together, e.g. 1,4 (default: 1 and --ranks)")
     options.add("--tokens", 8, "steps of a sample, whose mean counts")
@@ -48,8 +50,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def check_caches(arguments: argparse.Namespace) -> None:
     """Refuse what does not fit into the machine's memory."""
-    import psutil
-
     element = 4 if arguments.dtype == "fp32" else 2
     row = 2 * arguments.layers * arguments.kv_heads * (arguments.hidden // arguments.heads) * element
     # A copying cache holds everything twice on every rank; the shards of all ranks are one copy more.
@@ -60,12 +60,26 @@ def check_caches(arguments: argparse.Namespace) -> None:
     check_memory(needed, 0.75 * psutil.virtual_memory().total, words)
 
 
-def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, batch: int) -> Rows:
-    """The rows of one batch. Its caches are gone afterwards."""
-    from harness.methods import ContextParallel, Generation, Peer
-    from harness.models import random_ids, sharded_cache, single_caches
-    from harness.sampling import Agreement, measure
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
+    check_caches(arguments)
+    positions = arguments.context + arguments.tokens + 2
+    model = without_stop(random_model(arguments, positions=positions, device=world.device))
+    with Peers(model, world) as peers:
+        if world.size > 1:
+            for name in arguments.methods:
+                if name in OWN:
+                    own_engine(peers, name)
+            rate, idle = None if arguments.rate == FREE else arguments.rate, "_idle" in "".join(arguments.methods)
+            keep_measured(world, model, arguments, rate=rate, idle=idle)
+        return [row for batch in arguments.batches for row in measure_batch(arguments, world, peers, batch)]
 
+
+def own_engine(peers: Any, name: str) -> Any:
+    return peers.engine(name, {} if name == ALONE else {"decode": name}, tracking={"timeline": "decode.png"})
+
+
+def measure_batch(arguments: argparse.Namespace, world: Any, peers: Any, batch: int) -> Rows:
+    """The rows of one batch. Its caches are gone afterwards."""
     # Steps: what follows the first one, which the clock starts with.
     context, tokens = arguments.context, arguments.tokens + 1
     ids = random_ids(arguments.vocab, context + 1, world.device, batch)
@@ -84,10 +98,10 @@ def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, bat
             part = world.rank == 0 or not name.endswith("idle")
             methods.append(Generation(name, Peer(peers.model), ids, tokens, cache.rewind, cache=cache, takes_part=part))
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
+    place = {"ranks": world.size, "context": context, "batch": batch, "tokens_per_sample": arguments.tokens}
     rows = []
     for sample in measure(world, methods, Agreement(world, arguments.dtype), **limits):
-        row = sample.to_row(ranks=world.size, context=context, batch=batch, tokens_per_sample=arguments.tokens)
-        row["rate"] = arguments.rate
+        row = sample.to_row(**place, rate=arguments.rate)
         if sample.method in ("single", "in_place"):
             # Processes that do not wait for each other: the mean is what one of them takes.
             row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
@@ -95,52 +109,20 @@ def measure_batch(arguments: argparse.Namespace, world: World, peers: Peers, bat
     return rows
 
 
-def own_engine(peers: Peers, name: str) -> Any:
-    return peers.engine(name, {} if name == ALONE else {"decode": name}, tracking={"timeline": "decode.png"})
-
-
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
-    from harness.methods import Peers
-    from harness.models import random_model, without_stop
-    from harness.profiles import keep_measured
-
-    check_caches(arguments)
-    positions = arguments.context + arguments.tokens + 2
-    model = without_stop(random_model(arguments, positions=positions, device=world.device))
-    with Peers(model, world) as peers:
-        if world.size > 1:
-            for name in arguments.methods:
-                if name in OWN:
-                    own_engine(peers, name)
-            rate = None if arguments.rate == FREE else arguments.rate
-            keep_measured(
-                world, model, arguments, rate=rate, idle=any(name.endswith("_idle") for name in arguments.methods)
-            )
-        return [row for batch in arguments.batches for row in measure_batch(arguments, world, peers, batch)]
-
-
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """Times per token against those of a single process: 1 or less is no worse."""
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import show, show_summary
-    from harness.statistics import median, ratio
-
-    alone: dict[int, list[float]] = {}
-    for row in rows:
-        if row["method"] == ALONE:
-            alone.setdefault(row["batch"], []).extend(row["seconds"])
     ratios: Summary = {}
     best: Summary = {}
     over_alone: Summary = {}
     for rate, batch in sorted({(row["rate"], row["batch"]) for row in rows if row["method"] != ALONE}):
-        here = [row for row in rows if (row["rate"], row["batch"]) == (rate, batch) and row["method"] != ALONE]
-        seconds = {row["method"]: row["seconds"] for row in here}
+        several = [row for row in rows if row["batch"] == batch]
+        alone = [seconds for row in several if row["method"] == ALONE for seconds in row["seconds"]]
+        seconds = {row["method"]: row["seconds"] for row in several if row["rate"] == rate and row["method"] != ALONE}
         key = str(batch) if rate == FREE else f"{batch}, {rate}"
         own, peers = [[name for name in seconds if name in some] for some in (OWN, SINGLE)]
         ratios[key] = {name: {peer: ratio(seconds[name], seconds[peer]).to_json() for peer in peers} for name in own}
-        if batch in alone:
-            compared = {name: ratio(seconds[name], alone[batch], paired=False).to_json() for name in own}
+        if alone:
+            compared = {name: ratio(seconds[name], alone, paired=False).to_json() for name in own}
             over_alone.setdefault(rate, {})[str(batch)] = compared
         if own and peers:
             fastest = min(own, key=lambda name: median(seconds[name]).value)
@@ -152,19 +134,12 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]
     attention = "attention_us.attention attention_us.send_recv attention_us.collective"
     show(rows, f"rate method batch seconds:ms seconds:min seconds:max {attention}", "Seconds per token")
     show_summary(summary)
-    labels = "{method}, {batch}" if {row["rate"] for row in rows} == {FREE} else "{method}, {batch}, {rate}"
-    title = f"Decoding at {arguments.context:,} cached tokens on {arguments.ranks} ranks"
-    words = {"title": title, "subtitle": f"{words_of(arguments)}; method, batch; median, 95% interval"}
-    own_too = {"own": lambda row: row["method"] in OWN, "unit": "milliseconds per step, less is better"}
-    return summary, [bars("", rows, labels, scale=1e3, **own_too, **words)]
+    return rows, summary, []
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
-    across = [
-        Launch(asked.ranks, ["--rate", rate], f"{asked.ranks} ranks, links: {rate}", name=rate, rate=rate)
-        for rate in asked.rates
-    ]
+    across = [Launch(asked.ranks, ["--rate", each], f"links: {each}", name=each, rate=each) for each in asked.rates]
     # Before and behind them, as the machine may become slower.
     alone = [Launch(1, ["--rate", FREE], "one rank alone", name=ALONE)] if asked.rates != [FREE] else []
     sys.exit(benchmark("decode", asked, measure_rank, report, [*alone, *across, *alone]))

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
-from harness.launch import Rows, Summary, benchmark
-from harness.options import BY_TOKENS, CHOSEN, CONTIGUOUS, HEAD_METHODS, UNIFORM, Options, check_memory
-
-if TYPE_CHECKING:
-    from harness.world import World
+from harness.heads import report as made
+from harness.heads.division import BY_TOKENS, CHOSEN, CONTIGUOUS, HEAD_METHODS, UNIFORM, kept_heads
+from harness.heads.steps import measure_parts, measure_regimes
+from harness.launch import Found, Rows, Summary, benchmark
+from harness.options import Options, check_memory
+from harness.statistics import median, paired_ratio
 
 TITLES = {"attention": "Attention of a step", "engine": "A decode step"}
 REGIMES = "regimes"
@@ -33,7 +34,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--kept", {"": 16384, "quick": 2048}, "mean tokens that a KV head keeps")
     options.add("--layers", 8, "layers of a step")
     # By default as in Llama 3.1 405B.
-    options.kept_heads(group=16)
+    kept_heads(options, group=16)
     options.add("--hidden", 512, "of the engine's Llama")
     options.add("--intermediate", 1408, "of the engine's Llama")
     options.add("--vocab", 8192, "of the engine's Llama")
@@ -55,23 +56,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if ranks > kv_heads:
         options.error(f"--ranks {ranks}: allowed: up to --kv-heads {kv_heads}, a head for each rank")
     if {"engine", REGIMES}.intersection(arguments.parts) and kv_heads % ranks:
-        options.error(
-            f"--kv-heads {kv_heads}: allowed: multiples of --ranks {ranks}, which plain tensor parallelism divides "
-            "evenly; or --parts attention"
-        )
+        remedy = "which plain tensor parallelism divides evenly; or --parts attention"
+        options.error(f"--kv-heads {kv_heads}: allowed: multiples of --ranks {ranks}, {remedy}")
     if REGIMES in arguments.parts and not arguments.profile_seconds:
         options.error(f"--profile-seconds 0: {REGIMES} are predicted gains beside measured ones: allowed: more than 0")
-    if "engine" in arguments.parts and arguments.hidden % arguments.heads:
-        options.error(
-            f"--hidden {arguments.hidden}: allowed: multiples of --kv-heads x --group = {arguments.heads}, or --parts "
-            "attention"
-        )
-    wide_heads = kv_heads * arguments.wide_group
-    if REGIMES in arguments.parts and arguments.wide_hidden % wide_heads:
-        options.error(
-            f"--wide-hidden {arguments.wide_hidden}: allowed: multiples of --kv-heads x --wide-group = {wide_heads}, "
-            f"or --parts {','.join(TITLES)}"
-        )
+    for part, prefix in (("engine", ""), (REGIMES, "wide_")):
+        hidden, heads = getattr(arguments, f"{prefix}hidden"), kv_heads * getattr(arguments, f"{prefix}group")
+        if part in arguments.parts and hidden % heads:
+            words = prefix.replace("_", "-")
+            of = f"multiples of --kv-heads x --{words}group = {heads}"
+            options.error(f"--{words}hidden {hidden}: allowed: {of}, or --parts without {part}")
     words = f"--batch {arguments.batch} with --kept {arguments.kept}, --layers {arguments.layers} and --hidden"
     wide = wide_arguments(arguments)
     larger = f"--regime-batches up to {wide.batch} with --regime-kept up to {wide.kept} and --wide-hidden"
@@ -86,10 +80,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def wide_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
-    """Those of the regimes: a real model's widths, all batches and kept tokens, and the largest of each."""
+    """Arguments of the regimes: a real model's widths, all batches and kept tokens, and the largest of each."""
     own = {name: getattr(arguments, f"wide_{name}") for name in ("hidden", "intermediate", "group", "layers")}
-    own |= {"heads": arguments.kv_heads * arguments.wide_group, "parts": ["engine"]}
-    own |= {"methods": [CONTIGUOUS, *BY_TOKENS, CHOSEN]}
+    own |= {
+        "heads": arguments.kv_heads * arguments.wide_group,
+        "parts": ["engine"],
+        "methods": [CONTIGUOUS, *BY_TOKENS, CHOSEN],
+    }
     own |= {"regimes": list(product(arguments.regime_batches, arguments.regime_kept))}
     own |= {"batch": arguments.regime_batches[-1], "kept": arguments.regime_kept[-1]}
     return argparse.Namespace(**{**vars(arguments), **own})
@@ -111,47 +108,41 @@ def needed_bytes(arguments: argparse.Namespace) -> int:
     return int(needed)
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
-    from harness.fairkv_methods import measure_part, predicted_seconds
-    from harness.fairkv_regimes import measure_regimes
-    from harness.head_division import make_division, skewed_budgets
-
-    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
-    place = {"ranks": arguments.ranks, "batch": arguments.batch}
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     parts = [part for part in arguments.parts if part in TITLES]
-    divisions = [make_division(name, budgets, **place) for name in arguments.methods if parts]
-    predicted = predicted_seconds(world, arguments, divisions) if parts else {}
-    rows = [
-        row | {"predicted_s": predicted.get((part, row["method"]))}
-        for part in parts
-        for row in measure_part(part, arguments, world, divisions)
-    ]
+    rows = measure_parts(arguments, world, parts) if parts else []
     return rows + (measure_regimes(wide_arguments(arguments), world) if REGIMES in arguments.parts else [])
 
 
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
-    from harness.fairkv_report import chart, regimes_chart, show_part, show_regimes, summarise, summarise_regimes
-
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     size = f"on {arguments.ranks} ranks, {arguments.batch} x {arguments.kept:,} kept tokens"
     subtitle = (
         f"{arguments.layers} layers of {arguments.kv_heads} KV heads, {arguments.group} query heads each, sigma "
         f"{arguments.sigma:g}, {arguments.dtype}, {arguments.threads} thread(s) per rank; median, 95% interval"
     )
-    summary, charts = {}, []
+    summary, charts = Summary(), []
     for part in [part for part in arguments.parts if part in TITLES]:
         own, title = [row for row in rows if row["part"] == part], f"{TITLES[part]} {size}"
-        summary[part] = summarise(own)
-        show_part(title, own, summary[part])
-        charts.append(chart(part, title, subtitle, own))
+        summary[part] = made.summarise(own)
+        made.show_part(title, own, summary[part])
+        charts.append(made.chart(part, title, subtitle, own))
     if REGIMES in arguments.parts:
         own = [row for row in rows if row["part"] == REGIMES]
-        found = summarise_regimes(own)
-        show_regimes(own, found)
-        summary |= found
+        regimes = made.by_regime(own, "{batch} x {kept}")
+        found = made.gains(
+            regimes,
+            "predicted_s",
+            lambda base, row: paired_ratio(base["seconds"], row["seconds"]),
+            lambda row: median(row["seconds"]).value,
+        )
+        found["left_alone"] = [f"{row['batch']} x {row['kept']}" for row in own if row["left_alone"]]
+        columns = "batch kept method copies utilisation:% seconds:ms predicted_s:ms"
+        made.show_gains(regimes, found, columns, "Steps at true widths, by regime: gain over contiguous heads")
         shape = f"hidden {arguments.wide_hidden}, {arguments.kv_heads} KV heads, {arguments.wide_layers} layers"
         subtitle = f"{arguments.ranks} ranks, {shape}, {arguments.dtype}; dashed: predicted, not fitted to these steps"
-        charts.append(regimes_chart(own, found, subtitle))
-    return summary, charts
+        charts.append(made.gains_chart(regimes, found, subtitle))
+        summary |= found
+    return rows, summary, charts
 
 
 if __name__ == "__main__":

@@ -14,15 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.launch import Rows, Summary, benchmark_alone
+from harness.launch import Found, Rows, Summary, benchmark_alone
+from harness.links import ROOT
 from harness.options import Options
+from harness.publish import show
 
-ROOT = Path(__file__).resolve().parents[1]
 Times = dict[str, list[float]]
 
 
@@ -42,10 +44,34 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
+class Run:
+    """Commands of one tree, whose results lie in a folder of their own."""
+
+    def __init__(self, tree: Path, folder: Path, *, quick: bool):
+        self.quick, self._tree, self._folder = quick, tree, folder
+
+    def rows(self, script: str, *words: str) -> Rows:
+        """The rows that a benchmark of the tree writes."""
+        rows: Rows = self.made(str(self._tree / ".venv/bin/python"), f"benchmarks/{script}", *words)["rows"]
+        return rows
+
+    def made(self, *command: str) -> Any:
+        """Result that a command of the tree writes."""
+        path = self._folder / "found.json"
+        path.unlink(missing_ok=True)
+        environ = {**os.environ, "PATH": f"{self._tree}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": ""}
+        environ["TORCH_EXTENSIONS_DIR"] = str(self._tree / ".venv/torch_extensions")
+        whole = [*command, "--json", str(path)]
+        done = subprocess.run(whole, cwd=self._tree, env=environ, capture_output=True, text=True)
+        if done.returncode or not path.exists():
+            raise ValueError(f"{' '.join(command)} in {self._tree} ended with {done.returncode}: {done.stderr[-2000:]}")
+        return json.loads(path.read_text())
+
+
 def readme(run: Run) -> Times:
     """The README's first command, its set-up left out."""
     began = time.perf_counter()
-    found = run.report("recipes/smollm2/run.sh")
+    found = run.made("bash", "recipes/smollm2/run.sh")
     return {"whole": [time.perf_counter() - began], "ttft": [found["ttft_s"]], "ttit": [found["ttit_s"]]}
 
 
@@ -84,83 +110,43 @@ def offload(run: Run) -> Times:
 
 def prefill(run: Run) -> Times:
     """4,096 tokens on two ranks, by ring and by tensor parallelism."""
-    context = "1024" if run.quick else "4096"
-    rows = run.rows("prefill.py", "--ranks", "2", "--context", context, "--methods", "pass_kv,tp", "--repeats", "3")
-    return {row["method"]: row["seconds"] for row in rows}
+    words = ["--ranks", "2", "--context", "1024" if run.quick else "4096", "--methods", "pass_kv,tp", "--repeats", "3"]
+    return {row["method"]: row["seconds"] for row in run.rows("prefill.py", *words)}
 
 
 def runahead(run: Run) -> Times:
     """4,096 tokens down a chain of two ranks, its partition searched."""
-    context = "1024" if run.quick else "4096"
-    methods = "tsp,kvr_s,pass_kv,auto"
-    rows = run.rows(
-        "runahead.py", "--ranks", "2", "--context", context, "--methods", methods, "--profile-seconds", "20"
-    )
-    return {row["method"]: row["seconds"] for row in rows}
+    words = ["--ranks", "2", "--context", "1024" if run.quick else "4096", "--methods", "tsp,kvr_s,pass_kv,auto"]
+    return {row["method"]: row["seconds"] for row in run.rows("runahead.py", *words, "--profile-seconds", "20")}
 
 
-PARTS: dict[str, Callable[[Any], Times]] = {
+PARTS: dict[str, Callable[[Run], Times]] = {
     each.__name__: each for each in (readme, tokens, serving, offload, prefill, runahead)
 }
 
 
-class Run:
-    """Commands of one tree, whose results lie in a folder of their own."""
-
-    def __init__(self, tree: Path, folder: Path, *, quick: bool):
-        self.quick, self._tree, self._folder = quick, tree, folder
-
-    def rows(self, script: str, *words: str) -> Rows:
-        """The rows that a benchmark of the tree writes."""
-        rows: Rows = self._made([str(self._tree / ".venv/bin/python"), f"benchmarks/{script}", *words])["rows"]
-        return rows
-
-    def report(self, script: str) -> Any:
-        """The report that a recipe of the tree writes."""
-        return self._made(["bash", script])
-
-    def _made(self, command: list[str]) -> Any:
-        path = self._folder / "found.json"
-        path.unlink(missing_ok=True)
-        environ = {**os.environ, "PATH": f"{self._tree}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": ""}
-        environ["TORCH_EXTENSIONS_DIR"] = str(self._tree / ".venv/torch_extensions")
-        done = subprocess.run(
-            [*command, "--json", str(path)], cwd=self._tree, env=environ, capture_output=True, text=True
-        )
-        if done.returncode or not path.exists():
-            raise ValueError(f"{' '.join(command)} in {self._tree} ended with {done.returncode}: {done.stderr[-2000:]}")
-        return json.loads(path.read_text())
-
-
-def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
+def run(arguments: argparse.Namespace) -> Found:
+    """Every part of every tree, round by round."""
     rows: Rows = []
-    for part, tree, seconds, times in measured(arguments):
-        print(f"{part} of {tree}: {seconds:.0f} s", file=sys.stderr)
-        rows += [{"part": part, "tree": tree, "time": name, "seconds": found} for name, found in times.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        for _, part, tree in product(range(arguments.rounds), arguments.parts, arguments.trees):
+            began = time.perf_counter()
+            times = PARTS[part](Run(Path(tree), Path(folder), quick=arguments.quick))
+            print(f"{part} of {tree}: {time.perf_counter() - began:.0f} s", file=sys.stderr)
+            rows += [{"part": part, "tree": tree, "time": name, "seconds": found} for name, found in times.items()]
     return rows, report(arguments, rows), []
 
 
-def measured(arguments: argparse.Namespace) -> Iterator[tuple[str, str, float, Times]]:
-    """Every part of every tree, round by round."""
-    with tempfile.TemporaryDirectory() as folder:
-        for _ in range(arguments.rounds):
-            for part in arguments.parts:
-                for tree in arguments.trees:
-                    began = time.perf_counter()
-                    found = PARTS[part](Run(Path(tree), Path(folder), quick=arguments.quick))
-                    yield part, tree, time.perf_counter() - began, found
-
-
 def report(arguments: argparse.Namespace, rows: Rows) -> Summary:
-    """Medians and intervals by tree, and which times of later trees are slower than the first one's."""
-    from harness.publish import show
-
+    """Medians by tree, and which times of later trees are slower than the first one's."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in rows:
         found.setdefault((row["part"], row["time"]), {}).setdefault(row["tree"], []).extend(row["seconds"])
     first, *later = arguments.trees
     table, slower = [], []
+    medians: Summary = {part: {} for part in arguments.parts}
     for (part, name), trees in found.items():
+        medians[part][name] = {tree: median(each) for tree, each in trees.items()}
         base = trees.get(first, [])
         for tree in (each for each in later if each in trees and base):
             ratio = median(trees[tree]) / median(base)
@@ -168,14 +154,6 @@ def report(arguments: argparse.Namespace, rows: Rows) -> Summary:
             table.append({"part": part, "time": name, "tree": tree, "ratio": ratio, "slower": beyond})
             slower += [f"{part}, {name}: {ratio:.2f}"] * beyond
     show(table, "part time tree ratio slower", "Times over those of the first tree")
-    medians = {
-        part: {
-            name: {tree: median(each) for tree, each in trees.items()}
-            for (own, name), trees in found.items()
-            if own == part
-        }
-        for part in arguments.parts
-    }
     return {"medians_s": medians, "slower": slower}
 
 

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Launch, Rows, Summary, benchmark
+from harness.charts import bars
+from harness.launch import Found, Launch, Rows, benchmark
 from harness.links import UNLIMITED, checked_rates, set_rate
+from harness.methods import ContextParallel, Peers, Prefill
+from harness.models import random_ids, random_model, words_of
 from harness.options import Options
-
-if TYPE_CHECKING:
-    from harness.world import World
+from harness.profiles import keep_measured
+from harness.publish import TIMES, show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import paired_ratio
 
 OWN, PEER = "cp", "tp"
 
@@ -40,12 +44,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
-    from harness.methods import ContextParallel, Peers, Prefill
-    from harness.models import random_ids, random_model
-    from harness.profiles import keep_measured
-    from harness.sampling import Agreement, measure
-
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_model(arguments, positions=arguments.context, device=world.device)
     inside, rates = arguments.ranks // arguments.hosts, (UNLIMITED, arguments.rate)
@@ -62,30 +61,23 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     return [sample.to_row(method=name, rate=rate, **size) for (name, rate), sample in zip(places, samples, strict=True)]
 
 
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
-    """What the limit costs each method, and how much faster context parallelism is at each rate."""
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import TIMES, show, show_summary
-    from harness.statistics import paired_ratio
-
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
+    """Report what the limit costs each method, and how much faster context parallelism is at each rate."""
     seconds = {(row["method"], row["rate"]): row["seconds"] for row in rows}
-    rates = [row["rate"] for row in rows if row["method"] == OWN]
-    limited = next(rate for rate in rates if rate != UNLIMITED)
+    limited = {name: paired_ratio(seconds[name, arguments.rate], seconds[name, UNLIMITED]) for name in (OWN, PEER)}
+    speedup = {rate: paired_ratio(seconds[PEER, rate], seconds[OWN, rate]) for rate in (UNLIMITED, arguments.rate)}
     summary = {
-        "limited_over_unlimited": {
-            name: paired_ratio(seconds[name, limited], seconds[name, UNLIMITED]).to_json() for name in (OWN, PEER)
-        },
-        "speedup": {rate: paired_ratio(seconds[PEER, rate], seconds[OWN, rate]).to_json() for rate in rates},
+        "limited_over_unlimited": {name: found.to_json() for name, found in limited.items()},
+        "speedup": {rate: found.to_json() for rate, found in speedup.items()},
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
     show(rows, f"method rate {TIMES}")
     show_summary(summary)
     inside = arguments.ranks // arguments.hosts
-    title = f"Prefill of {arguments.context:,} tokens on {arguments.hosts} hosts of {inside} rank(s)"
+    words = {"title": f"Prefill of {arguments.context:,} tokens on {arguments.hosts} hosts of {inside} rank(s)"}
     methods = f"cp: CP{arguments.hosts} x TP{inside}, pass-KV; tp: DeepSpeed TP{arguments.ranks}"
-    words = {"title": title, "subtitle": f"{methods}. {words_of(arguments)}", "unit": "seconds, less is better"}
-    return summary, [bars("", rows, "{method}, {rate}", own=lambda row: row["method"] == OWN, **words)]
+    words |= {"subtitle": f"{methods}. {words_of(arguments)}", "x_label": "seconds, less is better"}
+    return rows, summary, [bars("", rows, "{method}, {rate}", own=lambda row: row["method"] == OWN, **words)]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,5 @@
 """How near the kernels of prompts and decoding come to what the machine can do at all: its rates of matrix products and
 of reading memory; what a token takes beside them, against plain transformers; and on ranks that share the cores.
-
-Every part is a file of its own in the harness: it measures, and says what of it is the summary and what the pictures.
 """
 
 from __future__ import annotations
@@ -9,12 +7,20 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from harness.launch import Rows, Summary, benchmark_alone
+from harness import limits
+from harness.launch import benchmark_alone
 from harness.options import DTYPES, Options
+from harness.publish import run_parts
 
-PARTS = ("attention", "products", "around", "decoding")
+PARTS: dict[str, Any] = {
+    "attention": (limits.measure_attention, limits.report_attention),
+    "products": (limits.measure_products, limits.report_products),
+    "around": (limits.measure_around, limits.report_around),
+    "decoding": (limits.measure_decoding, limits.report_decoding),
+}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -31,9 +37,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.numbers("--groups", "1,3,8", "attention: query heads that share a KV head")
     options.add("--heads", 8, "attention: query heads, or the next multiple of the group below")
     options.add("--weights-mb", {"": 256, "quick": 16}, "products: MiB of weights in a round, more than caches hold")
-    options.add(
-        "--context", {"": 7900, "quick": 500}, "around, decoding: cached tokens of the model of SmolLM2's shape"
-    )
+    text = "around, decoding: cached tokens of the model of SmolLM2's shape"
+    options.add("--context", {"": 7900, "quick": 500}, text)
     options.numbers("--batches", {"": "1,4,16", "quick": "1,4"}, "decoding: sequences at a time")
     arguments = options.parse(argv)
     if arguments.groups[-1] > arguments.heads:
@@ -41,28 +46,5 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
-    from harness import limits_around, limits_attention, limits_decoding, limits_products
-    from harness.publish import show_summary
-
-    parts = {
-        "attention": limits_attention,
-        "products": limits_products,
-        "around": limits_around,
-        "decoding": limits_decoding,
-    }
-    rows: Rows = []
-    summary: Summary = {}
-    charts: list[Any] = []
-    for name in arguments.parts:
-        found = parts[name].measure(arguments)
-        own, drawn = parts[name].report(found)
-        rows += [{"part": name, **row} for row in found]
-        summary |= own
-        charts += drawn
-    show_summary(summary)
-    return rows, summary, charts
-
-
 if __name__ == "__main__":
-    sys.exit(benchmark_alone("limits", parse_arguments(), run))
+    sys.exit(benchmark_alone("limits", parse_arguments(), partial(run_parts, PARTS)))

@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Launch, Rows, Summary, benchmark
+from harness.breakdown import attention_us
+from harness.charts import lines
+from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.links import FREE, checked_rates
+from harness.methods import ContextParallel, Peers, Prefill
+from harness.models import random_ids, random_model, sharded_cache, words_of
 from harness.options import Options
+from harness.profiles import measured_profile, shape_of
+from harness.publish import show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import Case, crossover, judge, paired_ratio
 
-if TYPE_CHECKING:
-    from harness.choices import Case
-    from harness.world import World
+from megakv.costmodel.context_parallel import Workload
+from megakv.forward.choice import Evidence, choose_prefill
 
 METHODS = ("pass_kv", "pass_q")
 WITHOUT_PROFILE = "no profile"
 POLICIES = ("cost", "alg1", "alg5")
-"""What decides with a profile; the first one is what an engine would go by."""
+"""Policies that decide with a profile; an engine would go by the first one."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,8 +42,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--most-pairs", 41, "rounds at most")
     options.add("--cell-seconds", 15.0, "further rounds begin for so long")
     options.add("--rates", FREE, "links between ranks: free, or limits such as 1gbit between hosts, as root")
-    text = "configuration whose megakv.context_parallel section decides for auto; {rate} in its name becomes the rate"
-    options.add("--config", None, text, kind=str)
     options.profile(60.0)
     options.hidden("--rate")
     options.model(layers=4, kv_heads=2)
@@ -46,7 +51,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.most_pairs < arguments.pairs:
         options.error(f"--most-pairs {arguments.most_pairs} is less than --pairs {arguments.pairs}")
     for rate in arguments.miss_rates:
-        if new_tokens(arguments.context, rate) < 2 * arguments.ranks:
+        if round(arguments.context * rate / 100) < 2 * arguments.ranks:
             options.error(
                 f"--miss-rates {rate:g} of --context {arguments.context}: allowed: at least "
                 f"{2 * arguments.ranks} new tokens on --ranks {arguments.ranks}; fewer are decoded, not prefilled"
@@ -55,44 +60,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def new_tokens(context: int, miss_rate: float) -> int:
-    return round(context * miss_rate / 100)
-
-
-def find_evidence(arguments: argparse.Namespace, world: World, model: Any) -> dict[str, Any]:
-    """By policy, the one that decides for `auto` last, what it decides from: a profile measured now, or a file's."""
-    from harness.profiles import measured_profile, shape_of
-
-    from megakv.costmodel.hardware import load_profile
-    from megakv.engine.config import load_config
-    from megakv.forward.choice import Evidence
-    from megakv.forward.policy_fit import load_fit
-
+def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict[str, Any]:
+    """By policy, the one that decides for `auto` last, what it decides from: a profile measured now."""
     evidence = {WITHOUT_PROFILE: Evidence()}
-    if arguments.config is not None:
-        config = load_config(arguments.config.replace("{rate}", arguments.rate)).megakv.context_parallel
-        profile = None if config.profile is None else load_profile(config.profile)
-        fit = None if config.fit is None else load_fit(config.fit)
-        name = config.policy if config.profile or config.fit else WITHOUT_PROFILE
-        evidence.pop(name, None)
-        return evidence | {name: Evidence(config.policy, profile, fit)}
     if arguments.profile_seconds:
         profile = measured_profile(world, shape_of(model), arguments, name=f"{world.size}-{arguments.rate}")
         evidence |= {policy: Evidence(policy, profile) for policy in reversed(POLICIES)}
     return evidence
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure all miss rates over the links of one launch, as one of its ranks."""
-    from harness.breakdown import attention_us
-    from harness.methods import ContextParallel, Peers, Prefill
-    from harness.models import random_ids, random_model, sharded_cache
-    from harness.profiles import shape_of
-    from harness.sampling import Agreement, measure
-
-    from megakv.costmodel.context_parallel import Workload
-    from megakv.forward.choice import choose_prefill
-
     model = random_model(arguments, positions=arguments.context, device=world.device)
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     limits = {"repeats": arguments.most_pairs, "least": arguments.pairs, "budget_s": arguments.cell_seconds}
@@ -102,84 +80,70 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
         engines = {name: peers.engine(name, {"prefill": name}, tracking=tracking) for name in METHODS}
         evidence, shape = find_evidence(arguments, world, model), shape_of(model).attention()
         for rate in arguments.miss_rates:
-            new = new_tokens(arguments.context, rate)
+            new = round(arguments.context * rate / 100)
             cached = arguments.context - new
             # Both methods' turns are on top of it.
             cache = sharded_cache(model, world, batch=1, tokens=cached)
+            on_top: Any = partial(Prefill, past_key_values=cache)
             rewind = partial(cache.cut_back, cached)
-            turns = [
-                Prefill(name, ContextParallel(engine), ids[:, cached:], rewind, past_key_values=cache)
-                for name, engine in engines.items()
-            ]
+            turns = [on_top(name, ContextParallel(each), ids[:, cached:], rewind) for name, each in engines.items()]
             work = Workload((new,), (cached,), world.size)
             choices = {name: choose_prefill(known, work, shape) for name, known in evidence.items()}
             place = {"ranks": world.size, "context": arguments.context, "rate": arguments.rate}
             place |= {"miss_rate": new / arguments.context, "new_tokens": new, "cached_tokens": cached}
             place |= {"auto": list(choices.values())[-1], "policies": choices}
-            rows += [
-                sample.to_row(**place, attention_us=attention_us(engines[sample.method]))
-                for sample in measure(world, turns, Agreement(world, arguments.dtype), **limits)
-            ]
+            samples = measure(world, turns, Agreement(world, arguments.dtype), **limits)
+            rows += [each.to_row(**place, attention_us=attention_us(engines[each.method])) for each in samples]
     return rows
 
 
-def cells_of(rows: Rows, policy: str | None = None) -> dict[str, list[Case]]:
-    """The rows as cells, by the rate of the links, with the choice of `auto` or of one policy."""
-    from harness.choices import Case
-
-    cells: dict[str, list[Case]] = {}
-    for kv, q in zip(rows[::2], rows[1::2], strict=True):
-        chosen = kv["auto"] if policy is None else kv["policies"][policy]
-        seconds = {row["method"]: row["seconds"] for row in (kv, q)}
-        cells.setdefault(kv["rate"], []).append(Case(kv["miss_rate"], seconds, chosen))
-    return cells
-
-
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """The verdict on `auto` over all rates of links and by rate, and where the methods cross."""
-    from harness.charts import lines
-    from harness.choices import crossover, judge
-    from harness.models import words_of
-    from harness.publish import show, show_summary
-    from harness.statistics import paired_ratio
 
-    def judged(policy: str | None = None) -> Summary:
-        return judge([cell for group in cells_of(rows, policy).values() for cell in group])
+    def cases(policy: str | None = None, rate: str | None = None) -> list[Case]:
+        """With the choice of `auto` or of one policy, over all links or those of one rate."""
+        return [
+            Case(kv["miss_rate"], dict(zip(METHODS, (kv["seconds"], q["seconds"]), strict=True)),
+                 kv["policies"][policy] if policy else kv["auto"])
+            for kv, q in zip(rows[::2], rows[1::2], strict=True) if rate in (None, kv["rate"])
+        ]  # fmt: skip
 
     rates: Summary = {}
     points = []
-    for rate, group in cells_of(rows).items():
-        own = []
-        for cell in group:
-            speed = paired_ratio(cell.seconds["pass_q"], cell.seconds["pass_kv"]).to_json()
-            own.append({"miss_rate": cell.miss_rate, "auto": cell.chosen, **speed})
+    for rate in dict.fromkeys(row["rate"] for row in rows):
+        group = cases(rate=rate)
+        speeds = [paired_ratio(case.seconds["pass_q"], case.seconds["pass_kv"]).to_json() for case in group]
+        own = [
+            {"miss_rate": case.miss_rate, "auto": case.chosen, **speed}
+            for case, speed in zip(group, speeds, strict=True)
+        ]
         rates[rate] = {**judge(group), "crossover_miss_rate": crossover(group), "speed_ratio": own}
-        points += [{"rate": rate, "miss": 100 * point["miss_rate"], "auto": point["auto"], "y": point} for point in own]
+        points += [
+            {"rate": rate, "miss": 100 * point["miss_rate"], "auto": point["auto"], "speed": point} for point in own
+        ]
     summary = {
-        **judged(),
-        "policies": {policy: judged(policy) for policy in rows[0]["policies"]},
+        **judge(cases()),
+        "policies": {policy: judge(cases(policy)) for policy in rows[0]["policies"]},
         "equation_1_miss_rate": 2 * arguments.kv_heads / arguments.heads,
         "rates": rates,
         "not_measured": dict(skipped),
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
-    attention = " ".join(
-        f"attention_us.{part}" for part in ("attention", "send_recv", "send_recv_exposed", "collective")
-    )
+    parts = ("attention", "send_recv", "send_recv_exposed", "collective")
+    attention = " ".join(f"attention_us.{part}" for part in parts)
     show(rows, f"rate method miss_rate:% new_tokens cached_tokens seconds auto {attention}")
-    show([{**point, "speed": point["y"]} for point in points], "rate miss auto speed", "Speed of pass-KV over pass-Q")
+    show(points, "rate miss auto speed", "Speed of pass-KV over pass-Q")
     show_summary({**summary, "rates": {rate: found["crossover_miss_rate"] for rate, found in rates.items()}})
-    subtitle = f"{words_of(arguments)}; median, 95% interval; rings: auto chose pass-Q"
-    title = f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}"
-    labels = {"x_label": "cache miss rate T / (T + P), percent", "y_label": "speed of pass-KV over pass-Q"}
-    rings = {"hollow": lambda point: point["auto"] == "pass_q", "title": title, "subtitle": subtitle}
-    return summary, [lines("", points, "miss", "y", "links: {rate}", level=1.0, **rings, **labels)]
+    words = {
+        "title": f"pass-KV / pass-Q speed ratio, T + P = {arguments.context:,}, CP{arguments.ranks}",
+        "subtitle": f"{words_of(arguments)}; rings: auto chose pass-Q",
+        "x_label": "cache miss rate T / (T + P), percent", "y_label": "speed of pass-KV over pass-Q",
+        "hollow": lambda point: point["auto"] == "pass_q", "level": 1.0,
+    }  # fmt: skip
+    return rows, summary, [lines("", points, "miss", "speed", "links: {rate}", **words)]
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
-    launches = [
-        Launch(asked.ranks, ["--rate", rate], f"{asked.ranks} ranks, links: {rate}", name=rate, rate=rate)
-        for rate in asked.rates
-    ]
+    launches = [Launch(asked.ranks, ["--rate", each], f"links: {each}", name=each, rate=each) for each in asked.rates]
     sys.exit(benchmark("multiturn", asked, measure_rank, report, launches))

@@ -13,15 +13,18 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Rows, Summary, benchmark_alone
-from harness.offload_plan import LARGE, PARTS, SMALL, Case, cases, identity, plans
+import torch
+from harness.launch import Found, benchmark_alone
+from harness.offload.case import CaseBench, one_by_one
+from harness.offload.decoder import pinned_copy_gb_s
+from harness.offload.plan import LARGE, PARTS, SMALL, cases, identity, plans
+from harness.offload.report import charts, in_order, summarise, tables
 from harness.options import DTYPES, Options
-
-if TYPE_CHECKING:
-    from harness.offload_case import CaseBench
-    from harness.publish import Parts
+from harness.publish import Parts, align, show_summary
+from harness.world import alone
+from tqdm import tqdm
 
 LEAST_NEW = 6
 
@@ -72,25 +75,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def one_by_one(arguments: argparse.Namespace, case: Case, bench: CaseBench, parts: Parts) -> Rows:
-    """The rows of a case whose methods cannot stand side by side: each is kept when it is measured."""
-    rows = []
-    for method in case.methods:
-        name = f"{case.name}-{method}"
-        kept = parts.read(name)
-        if kept is None or len(kept["row"]["seconds"]) < arguments.least_repeats:
-            kept = {"row": bench.measure_alone(method, arguments.least_repeats)}
-            parts.write(name, kept)
-        rows.append(kept["row"])
-    return rows
-
-
-def measure_all(arguments: argparse.Namespace, parts: Parts) -> None:
-    import torch
-    from harness.offload_case import CaseBench
-    from harness.offloads import pinned_copy_gb_s
-    from tqdm import tqdm
-
+def measure_all(arguments: argparse.Namespace, parts: Any) -> None:
     device, rate = torch.device(arguments.device), 0.0
     if arguments.gpu:
         # The link is measured once for all cases that are kept together.
@@ -104,26 +89,19 @@ def measure_all(arguments: argparse.Namespace, parts: Parts) -> None:
         if kept is None or len(kept["rows"][0]["seconds"]) < least:
             bench = CaseBench(arguments, case, device, case.link_gb_s or rate)
             if arguments.gpu:
-                rows = one_by_one(arguments, case, bench, parts)
+                rows = one_by_one(case, bench, parts, least)
             else:
                 rows = bench.measure(least=least, most=most, budget_s=arguments.cell_seconds)
             parts.write(case.name, {"rows": rows})
 
 
-def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
+def run(arguments: argparse.Namespace) -> Found:
     """Measure what is not kept yet; print the tables of all cases that are."""
-    from harness.offload_report import charts, in_order, summarise, tables
-    from harness.publish import Parts, align, show_summary
-    from harness.world import alone
-
     with tempfile.TemporaryDirectory() as spare, alone():
         beside = Path(arguments.json).with_suffix(".parts") if arguments.json else Path(spare)
         parts = Parts(Path(arguments.parts or beside), identity(arguments))
         measure_all(arguments, parts)
-        kept = [row for part in parts.all().values() for row in part.get("rows", ())]
-    rows = in_order(row for row in kept if row["part"] in PARTS)
-    if not rows:
-        raise ValueError("nothing was measured")
+        rows: Any = in_order(row for part in parts.all().values() for row in part.get("rows", ()))
     summary = summarise(rows, exact_type=arguments.dtype == "fp32")
     summary["tables"] = tables(rows)
     measured = {row["part"] for row in rows}
@@ -136,4 +114,4 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark_alone("offload", parse_arguments(), run, on_cpu="without --gpu, the link is emulated"))
+    sys.exit(benchmark_alone("offload", parse_arguments(), run))

@@ -11,24 +11,15 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-DIFFERING = 0.05  # Two measured times closer than this have no winner
-SETTINGS = (
-    "part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context", "new_tokens",
-    "cached_tokens", "batch", "kept",
-)  # fmt: skip
-"""What a row was measured with, beside the method."""
-MEASURES = (
-    ("", "seconds", ("cost_model_s", "predicted_s")),
-    ("TTIT, ", "ttit_seconds", ("predicted_ttit_s",)),
-)
-"""What is measured: its name before the setting, and where a row has the samples and the prediction.
+from harness.charts import predicted_over
+from harness.options import Options
+from harness.predictions import Time, predicted_anew, times_of, unpredicted, winners
+from harness.publish import describe_machine, publish, show, show_summary, write_json
 
-Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_model_s`."""
 WITHOUT = {
     "accuracy": "it measures answers, not times",
     "attention_gpu": "it measures the kernel that profiles are made of",
@@ -38,80 +29,24 @@ WITHOUT = {
 }
 
 
-@dataclass(frozen=True)
-class Time:
-    """One method's time in one setting, in seconds."""
-
-    setting: str
-    method: str
-    predicted: float
-    measured: float
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted / self.measured - 1
-
-
-def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    from harness.options import Options
-
-    options = Options(__doc__)
-    options.add("--results", str(Path(__file__).with_name("results")), "folder")
-    text = "first predict anew, by the cost model as it is now, what has its profiles beside it, and rewrite that"
-    options.add("--anew", False, text)
-    options.output()
-    return options.parse(argv)
-
-
-def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
-    for row in rows:
-        setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
-        for kind, samples, names in MEASURES:
-            known = [row[name] for name in names if isinstance(row.get(name), float)]
-            if known:
-                yield Time(kind + setting, row["method"], known[0], median(row[samples]))
-
-
-def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Methods that some row was measured by without a prediction; a kernel's own times are none's."""
-    missing = {
-        row["method"]
-        for row in rows
-        for _, key, names in MEASURES
-        if "method" in row and key in row and all(row.get(name) is None for name in names)
-    }
-    return sorted(missing)
-
-
-def winners(times: Sequence[Time]) -> list[bool]:
-    """Of every two methods of one setting that differ, whether the faster one was predicted to be."""
-    return [
-        (one.predicted < other.predicted) == (one.measured < other.measured)
-        for one, other in itertools.combinations(times, 2)
-        if one.setting == other.setting
-        and abs(one.measured - other.measured) / min(one.measured, other.measured) > DIFFERING
-    ]
-
-
 def summarise(found: Mapping[str, Sequence[Time]], without: Mapping[str, str]) -> dict[str, Any]:
     """Errors and winners by benchmark and altogether, and where there is no prediction."""
     benchmarks = {}
     for name, times in found.items():
-        right = winners(times)
+        right, errors = winners(times), [time.error for time in times]
         benchmarks[name] = {
             "times": len(times),
-            "median_error": median(abs(time.error) for time in times),
-            "median_signed_error": median(time.error for time in times),
-            "largest_error": max(abs(time.error) for time in times),
+            "median_error": median(map(abs, errors)),
+            "median_signed_error": median(errors),
+            "largest_error": max(map(abs, errors)),
             "pairs": len(right),
             "right_winners": sum(right),
         }
-    times = list(itertools.chain(*found.values()))
-    pairs = sum(entry["pairs"] for entry in benchmarks.values())
+    errors = [abs(time.error) for time in itertools.chain(*found.values())]
+    right, pairs = (sum(entry[name] for entry in benchmarks.values()) for name in ("right_winners", "pairs"))
     return {
-        "median_error": median(abs(time.error) for time in times) if times else None,
-        "right_winner_share": sum(e["right_winners"] for e in benchmarks.values()) / pairs if pairs else None,
+        "median_error": median(errors) if errors else None,
+        "right_winner_share": right / pairs if pairs else None,
         "pairs": pairs,
         "benchmarks": benchmarks,
         "without_predictions": dict(without),
@@ -132,18 +67,12 @@ def results_in(folder: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             yield path, results
 
 
-def predict_anew(folder: Path) -> list[str]:
+def predict_anew(folder: Path) -> Iterator[str]:
     """Predict what kept its profiles by the cost model as it is now; the names of the files that were rewritten."""
-    from harness.predictions import predicted_anew
-    from harness.publish import write_json
-
-    done = []
     for path, results in results_in(folder):
-        rows = predicted_anew(results, path)
-        if rows is not None:
+        if (rows := predicted_anew(results, path)) is not None:
             write_json(path, {**results, "rows": rows})
-            done.append(path.stem)
-    return done
+            yield path.stem
 
 
 def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
@@ -151,14 +80,22 @@ def read(folder: Path) -> tuple[dict[str, list[Time]], dict[str, str]]:
     found: dict[str, list[Time]] = {}
     without: dict[str, str] = {}
     for path, results in results_in(folder):
-        times = list(times_of(results["rows"]))
-        if not times:
+        if not (times := list(times_of(results["rows"]))):
             without[path.stem] = WITHOUT.get(results["benchmark"], "run without --profile-seconds")
             continue
         found[path.stem] = times
         if missing := unpredicted(results["rows"]):
             without[path.stem] = f"{', '.join(missing)} in some settings"
     return found, without
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    options = Options(__doc__)
+    options.add("--results", str(Path(__file__).with_name("results")), "folder")
+    text = "first predict anew, by the cost model as it is now, what has its profiles beside it, and rewrite that"
+    options.add("--anew", False, text)
+    options.output()
+    return options.parse(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -171,16 +108,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    from harness.charts import predicted_over
-    from harness.publish import describe_machine, publish, show, show_summary
-
     summary = summarise(found, without)
     columns = "benchmark times median_error:% median_signed_error:% largest_error:% right_winners pairs"
     show([{"benchmark": name, **entry} for name, entry in summary["benchmarks"].items()], columns)
     show_summary(summary, "median_error", "right_winner_share", "without_predictions")
-    rows = [
-        {"benchmark": name, **vars(time), "error": time.error} for name, several in found.items() for time in several
-    ]
+    rows = [{"benchmark": name, **vars(time), "error": time.error} for name, own in found.items() for time in own]
     chart = predicted_over(rows, "measured", "benchmark", title="Cost model against this machine, seconds")
     publish(arguments, "predictions", describe_machine(), rows, summary, [chart])
     return 0

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
-from harness.launch import Rows, Summary, benchmark
+from harness.charts import bars
+from harness.launch import Found, Rows, benchmark
+from harness.methods import Peers
+from harness.models import random_ids, random_model, words_of
 from harness.options import Options
-
-if TYPE_CHECKING:
-    from harness.world import World
+from harness.profiles import keep_measured
+from harness.publish import TIMES, show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import ratio
 
 SINGLE = "single"
 TENSOR_PARALLEL = ("tp", "tp_gloo")
 OWN = ("pass_kv", "pass_q", "all_gather")
-METHODS = (SINGLE, *TENSOR_PARALLEL, *OWN)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -24,7 +27,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.ranks()
     options.add("--quick", False, "a shorter prompt and fewer runs")
     options.add("--context", {"": 8192, "quick": 2048}, "tokens of the prompt")
-    options.names("--methods", METHODS, "single,tp,tp_gloo,pass_kv", "which to run")
+    options.names("--methods", (SINGLE, *TENSOR_PARALLEL, *OWN), "single,tp,tp_gloo,pass_kv", "which to run")
     options.add("--repeats", {"": 5, "quick": 3}, "timed runs of each method")
     options.profile()
     options.model()
@@ -35,12 +38,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
-    from harness.methods import Peers
-    from harness.models import random_ids, random_model
-    from harness.profiles import keep_measured
-    from harness.sampling import Agreement, measure
-
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
+    # What takes seconds to import comes only in functions, so that wrong arguments are refused at once.
     if "tp_gloo" in arguments.methods and world.device.type != "cpu":
         raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     ids = random_ids(arguments.vocab, arguments.context, world.device)
@@ -52,36 +51,25 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     return [sample.to_row(ranks=arguments.ranks, context=arguments.context) for sample in samples]
 
 
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """Speed-ups of MegaKV's methods over the others, and how much of a single process's work per rank they keep."""
-    from harness.charts import bars
-    from harness.models import words_of
-    from harness.publish import TIMES, show, show_summary
-    from harness.statistics import ratio
-
     seconds = {row["method"]: row["seconds"] for row in rows}
-    peers = [name for name in seconds if name not in OWN]
+    own, peers = [[name for name in seconds if (name in OWN) == ours] for ours in (True, False)]
     over_single = [name for name in seconds if name != SINGLE and SINGLE in seconds]
     share = 1 / arguments.ranks
     summary = {
-        "speedup": {
-            name: {peer: ratio(seconds[peer], seconds[name]).to_json() for peer in peers}
-            for name in seconds
-            if name in OWN
-        },
+        "speedup": {name: {peer: ratio(seconds[peer], seconds[name]).to_json() for peer in peers} for name in own},
         "efficiency": {name: ratio(seconds[SINGLE], seconds[name]).scaled(share).to_json() for name in over_single},
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
     show(rows, f"method {TIMES}")
     show_summary(summary)
-    title = f"Prefill of {arguments.context:,} tokens on {arguments.ranks} ranks"
-    words = {"title": title, "subtitle": f"{words_of(arguments)}; median of {arguments.repeats} runs, 95% interval"}
-    own = {"own": lambda row: row["method"] in OWN, "unit": "seconds, less is better"}
-    return summary, [bars("", rows, "method", **own, **words)]
+    words = {"title": f"Prefill of {arguments.context:,} tokens on {arguments.ranks} ranks"}
+    words |= {"subtitle": words_of(arguments), "x_label": "seconds, less is better"}
+    return rows, summary, [bars("", rows, "method", own=lambda row: row["method"] in OWN, **words)]
 
 
 if __name__ == "__main__":
-    # What takes seconds to import comes only in functions, so that wrong arguments are refused at once.
     asked = parse_arguments()
     shared_memory = bool(set(asked.methods).intersection(TENSOR_PARALLEL))
     sys.exit(benchmark("prefill", asked, measure_rank, report, shared_memory=shared_memory))

@@ -6,7 +6,6 @@ Every rival runs in an environment of its own, which ``bash benchmarks/rivals.sh
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,12 +14,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness.launch import Rows, Summary, benchmark_alone
+from harness.charts import groups
+from harness.document import model_folder, prompts
+from harness.launch import Found, Rows, Summary, benchmark_alone
 from harness.options import Options
-from harness.rivals import CORES, RIVALS, Turn, Worker, prompts, row_of
+from harness.publish import show, show_summary
+from harness.rivals import CORES, RIVALS, Turn, Worker, row_of
+from harness.statistics import ratio
+from tqdm import tqdm
+
+from megakv.base.errors import MegaKVError
 
 DTYPES = ("fp32", "bf16")
-DOCUMENT = Path(__file__).resolve().parents[1] / "recipes" / "smollm2" / "document.md"
 MEASURES = {"ttft": ("seconds", 1, "s to the first token"), "ttit": ("ttit_s", 1e3, "ms for each further token")}
 
 
@@ -41,8 +46,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
-    model = checked_model(arguments)
+def run(arguments: argparse.Namespace) -> Found:
+    model, arguments.positions = model_folder(arguments.model)
+    arguments.model = str(model)
+    if (most := arguments.positions - arguments.new_tokens - 1) < max(arguments.lengths):
+        raise ValueError(
+            f"--lengths {max(arguments.lengths)}: with --new-tokens {arguments.new_tokens} the {arguments.positions} "
+            f"positions of the model leave {most}"
+        )
     rows: Rows = []
     facts: Summary = {}
     not_run: dict[str, str] = {}
@@ -52,32 +63,8 @@ def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
     return rows, {**summary, "not_run": not_run, "rivals": facts}, charts
 
 
-def checked_model(arguments: argparse.Namespace) -> Path:
-    from harness.links import ROOT
-
-    if not arguments.model:
-        sys.path.append(str(ROOT))
-        from recipes.smollm2.weights import FOLDER, prepare
-
-        arguments.model = str(prepare(FOLDER, None))
-    config = Path(arguments.model) / "config.json"
-    if not config.is_file():
-        raise ValueError(f"--model {arguments.model}: there is no config.json: name a folder that holds a model")
-    arguments.positions = json.loads(config.read_text())["max_position_embeddings"]
-    if (most := arguments.positions - arguments.new_tokens - 1) < max(arguments.lengths):
-        raise ValueError(
-            f"--lengths {max(arguments.lengths)}: with --new-tokens {arguments.new_tokens} the {arguments.positions} "
-            f"positions of the model leave {most}"
-        )
-    return Path(arguments.model).resolve()
-
-
 def measure(arguments: argparse.Namespace, model: Path, dtype: str, facts: Summary, not_run: dict[str, str]) -> Rows:
     """The rows of one type: at every length, from the shortest on, rounds of all rivals that can be had."""
-    from tqdm import tqdm
-
-    from megakv.base.errors import MegaKVError
-
     cores = sorted(os.sched_getaffinity(0))[:CORES]
     asked = [name for name in arguments.rivals if not RIVALS[name].weights or dtype == DTYPES[-1]]
     rows: Rows = []
@@ -94,7 +81,7 @@ def measure(arguments: argparse.Namespace, model: Path, dtype: str, facts: Summa
             try:
                 worker = stack.enter_context(Worker(name, model, dtype, cores=cores, positions=arguments.positions))
                 # Before any clock runs: the first prompt is always slow.
-                worker.turn(next(prompts(model, DOCUMENT, min(arguments.lengths)))[::-1], 2)
+                worker.turn(next(prompts(model, min(arguments.lengths)))[::-1], 2)
                 workers[name], facts[name] = worker, worker.facts
             except MegaKVError as error:
                 fails(name, error)
@@ -102,7 +89,7 @@ def measure(arguments: argparse.Namespace, model: Path, dtype: str, facts: Summa
         bar.reset(len(workers) * len(arguments.lengths) * arguments.repeats)
         for length in arguments.lengths:
             turns: dict[str, list[Turn]] = {name: [] for name in workers}
-            for repeat, prompt in zip(range(arguments.repeats), prompts(model, DOCUMENT, length), strict=False):
+            for repeat, prompt in zip(range(arguments.repeats), prompts(model, length), strict=False):
                 order = list(workers)
                 for name in order[repeat % len(order) :] + order[: repeat % len(order)]:
                     if not is_slow(turns, name, arguments.slow):
@@ -112,7 +99,7 @@ def measure(arguments: argparse.Namespace, model: Path, dtype: str, facts: Summa
                         except MegaKVError as error:
                             fails(name, error)
                     bar.update()
-            rows += [row_of(name, dtype, length, turns[name], turns) for name in workers]
+            rows += [row_of(name, dtype, length, turns[name], turns.get("transformers", ())) for name in workers]
     return rows
 
 
@@ -124,10 +111,6 @@ def is_slow(turns: Mapping[str, Sequence[Turn]], name: str, factor: float) -> bo
 
 def report(rows: Rows) -> tuple[Summary, list[Any]]:
     """MegaKV's times over those of the best rival with weights of the same type, and where any rival is faster."""
-    from harness.charts import groups
-    from harness.publish import show, show_summary
-    from harness.statistics import ratio
-
     summary: Summary = {f"{measure}_over_best_rival": {} for measure in MEASURES}
     loses = []
     for dtype, length in dict.fromkeys((row["dtype"], row["context"]) for row in rows):
@@ -137,23 +120,21 @@ def report(rows: Rows) -> tuple[Summary, list[Any]]:
             same = [row for row in rivals if row["weights"] == dtype]
             if not own or not same:
                 continue
-            best = min(same, key=lambda row: median(row[key]))
+            best, ours = (min(some, key=lambda row: median(row[key])) for some in (same, own))
             over = {row["rival"]: ratio(row[key], best[key], paired=False).to_json() for row in own}
             found = summary[f"{measure}_over_best_rival"].setdefault(dtype, {})
             found[str(length)] = {"rival": best["rival"], **over}
-            ours = min(own, key=lambda row: median(row[key]))
             for row in rivals:
                 if (theirs := median(row[key])) < (mine := median(ours[key])):
                     loses.append(
                         f"{dtype}, {length:,} tokens: {scale * mine:.3g} {unit} with {ours['runs']}, "
                         f"{scale * theirs:.3g} with {row['runs']}: {mine / theirs:.2f} times as long"
                     )
-    fp32 = [row for row in rows if row["dtype"] == "fp32" and "tokens_equal" in row]
-    summary["tokens_equal_fp32"] = {
-        name: all(row["tokens_equal"] for row in fp32 if row["rival"] == name)
-        for name in dict.fromkeys(row["rival"] for row in fp32)
-    }
-    summary["loses"] = loses
+    equal: dict[str, bool] = {}
+    for row in rows:
+        if row["dtype"] == "fp32" and "tokens_equal" in row:
+            equal[row["rival"]] = equal.get(row["rival"], True) and row["tokens_equal"]
+    summary |= {"tokens_equal_fp32": equal, "loses": loses}
     show(rows, "runs dtype weights context ranks threads seconds:s ttit_s:ms peak_bytes:MB tokens_equal equal_tokens")
     show_summary(summary)
     print("\nWhere MegaKV loses:\n" + ("\n".join(loses) or "nowhere"))

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Launch, Rows, is_rank, launch_all, quiet, serve
+from harness.launch import Launch, Rows, benchmark_kept, is_rank
 from harness.links import FREE, checked_rates
+from harness.methods import Peers
+from harness.models import random_model
 from harness.options import Options
-from harness.runahead_plan import METHODS, SEARCH, groups, identity, is_done
-
-if TYPE_CHECKING:
-    from harness.world import World
+from harness.publish import Parts, describe_machine
+from harness.runahead.case import CaseBench
+from harness.runahead.plan import METHODS, SEARCH, groups, identity, is_done
+from harness.runahead.report import report
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -35,12 +36,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.names("--methods", METHODS, usual, "which to run")
     options.add("--rates", FREE, "links between ranks: free, or limits such as 1gbit between hosts, as root")
     options.add("--noise", False, "also beside a competing flow at half rate, on limited links")
-    text = "lookup table to begin with; {ranks}, {kv_heads} and {rate} in its name are filled in"
-    options.add("--table", None, text, kind=str)
     options.add("--table-spacing", {"": 4096, "quick": 1024}, "kvr_p interpolates between multiples of it")
-    options.add("--profile", None, "hardware profile for auto and searches, its name filled in likewise", kind=str)
-    text = "how long one is measured without --profile; 0: none"
-    options.add("--profile-seconds", {"": 60.0, "quick": 20.0}, text, least=0)
+    options.profile({"": 60.0, "quick": 20.0})
     text = "tokens of a search's finest stride (default about 1/128 of the prompt)"
     options.add("--search-step", None, text, kind=int)
     text = "partitions without progress after which a stride is left (default 4 a bound)"
@@ -52,7 +49,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--bound-repeats", 2, "rounds of single and single_masked, apart")
     options.add("--parts", None, "folder where cells are kept (default: FILE.parts of --json)", kind=str)
     options.hidden("--switch")
-    options.model(without=("kv-heads",))
+    options.model(without=("kv_heads",))
     arguments = options.parse(argv)
     ranks, context = arguments.ranks, arguments.context[0]
     arguments.sizes = arguments.sizes or [ranks]
@@ -65,18 +62,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     # Ranks are given the rate of their own group alone.
     if arguments.noise and set(arguments.rates) == {FREE} and not is_rank():
         options.error("--noise needs limited links: give --rates such as 1gbit")
-    if arguments.parts is None and arguments.json:
-        arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure the cases of one group, as one of its ranks; they are kept as they are done."""
-    from harness.methods import Peers
-    from harness.models import random_model
-    from harness.publish import Parts, describe_machine
-    from harness.runahead_case import CaseBench
-
     machine = describe_machine()
     parts = Parts(Path(arguments.parts), identity(arguments))
     (group,) = groups(arguments)
@@ -97,7 +87,7 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
 
 
 def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
-    """Of every group that is not measured yet."""
+    """Launches of all groups that are not measured yet."""
     for group in groups(arguments):
         left = []
         for context in group.contexts:
@@ -112,23 +102,8 @@ def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
         yield Launch(group.ranks, options, text, name=group.name, rate=group.rate, noise=group.noise)
 
 
-def main() -> int:
-    """Entry of the process started by hand, which starts the ranks of every group, and of every rank."""
-    arguments = parse_arguments()
-    if is_rank():
-        shared_memory = "tp" in arguments.methods and arguments.rates == [FREE]
-        return serve(arguments, measure_rank, shared_memory=shared_memory)
-    from harness.publish import Parts
-
-    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
-        parts = Parts(Path(arguments.parts or spare), identity(arguments))
-        status, _, skipped = launch_all(arguments, launches(arguments, parts))
-        quiet()
-        from harness.runahead_report import report
-
-        # What was measured is shown whatever ended the run.
-        return report(arguments, parts, skipped) or status
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    asked = parse_arguments()
+    shared = "tp" in asked.methods and asked.rates == [FREE]
+    found = identity(asked), measure_rank, report, launches
+    sys.exit(benchmark_kept("runahead", asked, *found, shared_memory=shared))

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from harness.launch import Launch, Rows, Summary, benchmark
+import numpy as np
+from harness.launch import Found, Launch, Rows, Summary, benchmark
+from harness.methods import TENSOR_PARALLEL, ContextParallel, Generation, Peer, Peers
+from harness.models import random_ids, random_model, without_stop
 from harness.options import Options
-
-if TYPE_CHECKING:
-    from harness.world import World
+from harness.profiles import keep_measured
+from harness.publish import MEGABYTE, show, show_summary
+from harness.sampling import Agreement, measure
+from harness.statistics import median, ratio
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -19,7 +23,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.ranks()
     options.add("--quick", False, "fewer and shorter prompts, fewer ranks")
     options.numbers("--sizes", None, "numbers of ranks (default: powers of two up to --ranks, with --quick 1 and 2)")
-    options.numbers("--contexts", {"": "1024,2048,4096,8192,16384", "quick": "512,1024,2048"}, "tokens")
+    options.numbers("--contexts", {"": "1K,2K,4K,8K,16K", "quick": "512,1K,2K"}, "tokens")
     options.add("--tokens", {"": 9, "quick": 5}, "tokens generated after each prompt")
     options.add("--repeats", 5, "timed runs of each method at most")
     options.add("--cell-seconds", {"": 20.0, "quick": 3.0}, "no third or further round begins after them")
@@ -38,13 +42,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
+def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """Measure all methods of one number of ranks, as one of them."""
-    from harness.methods import TENSOR_PARALLEL, ContextParallel, Generation, Peer, Peers
-    from harness.models import random_ids, random_model, without_stop
-    from harness.profiles import keep_measured
-    from harness.sampling import Agreement, measure
-
     tokens = arguments.tokens
     model = without_stop(random_model(arguments, positions=arguments.contexts[-1] + tokens, device=world.device))
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 2}
@@ -70,13 +69,26 @@ def measure_rank(arguments: argparse.Namespace, world: World) -> Rows:
     return rows
 
 
-def summarise(rows: Rows, cap_bytes: float) -> Summary:
-    """What the paper's figures and tables say, of these rows."""
-    from harness.statistics import longest_context, median, ratio
+def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict[str, Any]:
+    """Tokens under a cap by a straight line through the largest rank's memory, beside its weights, at all lengths."""
+    contexts = [row["context"] for row in rows]
+    if len(set(contexts)) < 2:
+        return {"tokens": None, "label": "one length gives no line"}
+    slope, start = np.polyfit(contexts, [max(row["working_bytes"]) for row in rows], 1)
+    # Less than a byte over all lengths is the rounding of the fit.
+    if slope * max(contexts) < 1:
+        return {"tokens": None, "label": "memory does not grow with the context"}
+    fixed = max(rows[0]["weight_bytes"]) + max(start, 0.0)
+    tokens = max(0, int((cap_bytes - fixed) / slope))
+    label = "within the measured lengths" if tokens <= max(contexts) else "extrapolated linearly"
+    return {"tokens": tokens, "label": label, "fixed_bytes": float(fixed), "token_bytes": float(slope)}
 
-    scaling: Summary = {str(context): {} for context in sorted({row["context"] for row in rows})}
-    latencies: Summary = {}
-    attention: Summary = {}
+
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
+    """Report these rows as the paper's figures and tables do."""
+    cap_bytes = arguments.memory_cap_mb * MEGABYTE
+    by_context = {str(context): Summary() for context in sorted({row["context"] for row in rows})}
+    scaling, latencies, attention = ({context: Summary() for context in by_context} for _ in range(3))
     longest: Summary = {}
     for row in sorted(rows, key=lambda row: (row["ranks"], row["method"])):
         method, context, ranks = row["method"], str(row["context"]), str(row["ranks"])
@@ -87,56 +99,24 @@ def summarise(rows: Rows, cap_bytes: float) -> Summary:
             gain = ratio(base[0]["seconds"], row["seconds"], paired=False)
             scaling[context].setdefault(method, {})[ranks] = gain.to_json()
         if "prefill_us" in row:
-            attention.setdefault(context, {})[ranks] = {"prefill": row["prefill_us"], "decode": row["decode_us"]}
+            attention[context][ranks] = {"prefill": row["prefill_us"], "decode": row["decode_us"]}
         kind, _, way = method.partition("_")
         times = {"ttft_s": median(row["seconds"]).to_json(), "ttit_s": median(row["ttit_seconds"]).to_json()}
-        latencies.setdefault(context, {})[f"{kind.upper()}{ranks} {way}".strip()] = times
-        if ranks not in longest.setdefault(method, {}):
-            own = [each for each in rows if (each["method"], each["ranks"]) == (method, row["ranks"])]
-            longest[method][ranks] = longest_context(own, cap_bytes)
-    return {
+        latencies[context][f"{kind.upper()}{ranks} {way}".strip()] = times
+        own = [each for each in rows if (each["method"], each["ranks"]) == (method, row["ranks"])]
+        longest.setdefault(method, {})[ranks] = longest_context(own, cap_bytes)
+    summary = {
         "scaling_ratio": {context: found for context, found in scaling.items() if found},
         "memory_cap_bytes": cap_bytes,
         "longest_context": longest,
         "ttft_ttit": latencies,
-        "attention_us": attention,
+        "attention_us": {context: found for context, found in attention.items() if found},
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
-
-
-def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> tuple[Summary, list[Any]]:
-    """Time to first token by context, and the scaling ratio and the longest context by ranks."""
-    from harness.charts import lines
-    from harness.models import words_of
-    from harness.publish import MEGABYTE, leaves, show, show_summary
-
-    summary = summarise(rows, arguments.memory_cap_mb * MEGABYTE)
-    attention = "prefill_us.attention prefill_us.send_recv prefill_us.send_recv_exposed decode_us.attention"
-    show(rows, f"method ranks context seconds:ms ttit_seconds:ms working_bytes:MB {attention} decode_us.collective")
+    times = "prefill_us.attention prefill_us.send_recv prefill_us.send_recv_exposed decode_us.attention"
+    show(rows, f"method ranks context seconds:ms ttit_seconds:ms working_bytes:MB {times} decode_us.collective")
     show_summary(summary, "scaling_ratio", "longest_context", "max_logit_difference")
-    words = {"subtitle": f"{words_of(arguments)}; median, 95% interval"}
-    own = sorted((row for row in rows if row["method"] == "cp"), key=lambda row: (row["ranks"], row["context"]))
-    title = {"title": "Time to first token by context", "y_label": "seconds", "x_label": "tokens"}
-    charts = [lines("ttft", own, "context", "seconds", "CP{ranks}", log_y=True, **title, **words)]
-    words["x_label"] = "ranks"
-    context = max(summary["scaling_ratio"], key=int)
-    found = [
-        {**row, "ranks": int(row["ranks"])} for row in leaves(summary["scaling_ratio"][context], "method", "ranks")
-    ]
-    found += [{"method": "ideal", "ranks": size, "value": size} for size in sorted({row["ranks"] for row in found})]
-    title = {"title": f"Scaling ratio at {int(context):,} tokens", "y_label": "tau_1 / tau_N"}
-    ideal = {"looks": lambda row: {"linestyle": "--" if row["method"] == "ideal" else "-"}}
-    charts.append(lines("scaling", found, "ranks", "value", "method", **ideal, **title, **words))
-    capacity = [
-        {**row, "ranks": int(row["ranks"]), "value": row["value"]["tokens"]}
-        for row in leaves(summary["longest_context"], "method", "ranks")
-        if row["value"]["tokens"] is not None
-    ]
-    if capacity:
-        title = f"Longest context under {arguments.memory_cap_mb:g} MB per rank, by a straight line"
-        words |= {"title": title, "y_label": "tokens"}
-        charts.append(lines("context", capacity, "ranks", "value", "method", **words))
-    return summary, charts
+    return rows, summary, []
 
 
 if __name__ == "__main__":

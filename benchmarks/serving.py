@@ -1,7 +1,7 @@
-"""What `megakv serve` does for many at a time: the command itself, its ranks, and a client that speaks HTTP with it.
+"""Service of `megakv serve` for many at a time: the command itself, its ranks, and a client that speaks HTTP with it.
 
-Every part is a file of its own in the harness: it starts the servers it needs, measures, and says what of it is the
-summary and what the pictures. Streams, prompts and traces are drawn with --seed.
+Every part starts the servers it needs, measures, and says what of it is the summary and what the pictures. Streams,
+prompts and traces are drawn with --seed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,23 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from harness.launch import Rows, Summary, benchmark_alone
+from harness.document import model_folder
+from harness.launch import Found, benchmark_alone
 from harness.options import DTYPES, Options
+from harness.publish import run_parts
+from harness.serving import answers, kept, load, trace
 
-PARTS = ("answers", "gaps", "trace", "returns", "restart", "throughput", "memory", "vllm", "guidellm")
+PARTS: dict[str, Any] = {
+    "answers": (answers.measure, answers.report),
+    "gaps": (load.measure_gaps, load.report_gaps),
+    "trace": (trace.measure, trace.report),
+    "returns": (kept.measure_returns, kept.report_returns),
+    "restart": (kept.measure_restart, kept.report_restart),
+    "throughput": (load.measure_throughput, load.report_throughput),
+    "memory": (kept.measure_memory, kept.report_memory),
+    "vllm": (load.measure_vllm, load.report_vllm),
+    "guidellm": (load.measure_guidellm, load.report_guidellm),
+}
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,40 +49,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--trace", "", "trace: a JSONL in Mooncake's format; one is generated if none is named")
     options.add("--trace-requests", {"": 300, "quick": 48}, "trace: its first so many requests")
     options.add("--divide", 24, "trace: by what its lengths are divided")
-    options.numbers("--concurrent", {"": "1,4,16,64", "quick": "1,4,16,64"}, "throughput: streams at a time")
+    options.numbers("--concurrent", "1,4,16,64", "throughput: streams at a time")
     options.add("--short", {"": 5000, "quick": 600}, "memory: short requests")
     options.add("--new-tokens", {"": 64, "quick": 24}, "throughput: tokens of an answer")
     return options.parse(argv)
 
 
-def run(arguments: argparse.Namespace) -> tuple[Rows, Summary, list[Any]]:
-    from importlib import import_module
-
-    from harness.publish import show_summary
-    from harness.serving_prompts import prepared_model
-
-    from megakv.base.errors import MegaKVError
-
-    arguments.model = str(prepared_model(arguments))
-    rows: Rows = []
-    summary: Summary = {"not_run": {}}
-    charts: list[Any] = []
-    for name in arguments.parts:
-        part = import_module(f"harness.serving_{name}")
-        try:
-            found = part.measure(arguments)
-        except MegaKVError as error:
-            if name not in ("vllm", "guidellm"):
-                raise
-            summary["not_run"][name] = str(error)
-            print(f"{name}: not measured: {error}", file=sys.stderr)
-            continue
-        own, drawn = part.report(found)
-        rows += [{"part": name, **row} for row in found]
-        summary |= own
-        charts += drawn
-    show_summary(summary)
-    return rows, summary, charts
+def run(arguments: argparse.Namespace) -> Found:
+    model, positions = model_folder(arguments.model)
+    arguments.model, most = str(model), positions - 256
+    for name in ("prompt", "longest"):
+        if (asked := getattr(arguments, name)) > most:
+            raise ValueError(f"--{name} {asked}: the model's positions leave {most} for it beside the answer")
+    return run_parts(PARTS, arguments, may_fail=("vllm", "guidellm"))
 
 
 if __name__ == "__main__":

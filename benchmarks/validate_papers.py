@@ -11,13 +11,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.charts import Chart, predicted_over
+from harness.charts import predicted_over
 from harness.options import Options
 from harness.publish import describe_machine, publish, show
 from papers.published import load_tables
 from papers.validation import rows_of, summarise, validate
-
-COLOURS = ("tab:blue", "tab:orange", "tab:green", "tab:red")
 
 
 def show_all(summary: Mapping[str, Any]) -> None:
@@ -39,19 +37,6 @@ def show_all(summary: Mapping[str, Any]) -> None:
             print(f"at a bound of the search: {', '.join(names)} of {group}")
 
 
-def chart(rows: Sequence[Mapping[str, Any]]) -> Chart:
-    """Predicted over published, by paper; cells that were fitted are hollow."""
-    colours = dict(zip(dict.fromkeys(row["paper"] for row in rows), COLOURS, strict=True))
-    known = [row for row in rows if row["use"] != "reported"]
-
-    def looks(row: Mapping[str, Any]) -> dict[str, str]:
-        colour = colours[row["paper"]]
-        return {"facecolors": "none" if row["use"] == "fitted" else colour, "edgecolors": colour}
-
-    words = {"title": "Cost model against four papers", "x_label": "published (seconds, tokens/s or share)"}
-    return predicted_over(known, "published", lambda row: f"{row['paper']}, {row['use']}", looks, **words)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = Options(__doc__)
     options.output()
@@ -59,7 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = validate(load_tables())
     rows, summary = rows_of(found), summarise(found)
     show_all(summary)
-    publish(arguments, "validate_papers", machine, rows, summary, [chart(rows)])
+    known = [row for row in rows if row["use"] != "reported"]
+    words = {"title": "Cost model against four papers", "x_label": "published (seconds, tokens/s or share)"}
+    chart = predicted_over(known, "published", "{paper}, {use}", **words)
+    publish(arguments, "validate_papers", machine, rows, summary, [chart])
     return 0
 
 

@@ -1,1 +1,1 @@
-"""What all benchmarks share. Nothing is imported here: the process that only starts the ranks needs no torch."""
+"""Harness that all benchmarks share, and a folder for each claim that needs more than its script."""

@@ -18,27 +18,21 @@ def attention_us(engine: megakv.MegaKVEngine) -> dict[str, float]:
 
 def generated_us(engine: megakv.MegaKVEngine) -> dict[str, dict[str, float]]:
     """The same of the last `generate`: ``prefill_us`` and ``decode_us``."""
-    phases = zip(*(split_phases(rank.events) for rank in engine.report().ranks), strict=True)
-    return {
-        name: _mean(map(attention_times, own)) for name, own in zip(("prefill_us", "decode_us"), phases, strict=True)
-    }
+    first, later = zip(*(split_phases(rank.events) for rank in engine.report().ranks), strict=True)
+    return {"prefill_us": _mean(map(attention_times, first)), "decode_us": _mean(map(attention_times, later))}
 
 
 def attention_times(events: Sequence[Event]) -> dict[str, float]:
     """Mean microseconds of one rank."""
     times: dict[str, list[float]] = {name: [] for name in PARTS}
     for event in events:
-        if event.layer is None:
-            continue
-        if event.name == "attention":
-            times["attention"].append(event.end - event.start)
-        elif event.name in COLLECTIVES:
+        kind = {"communication": "send_recv", "wait": "send_recv_exposed"}.get(event.kind)
+        if event.name in COLLECTIVES:
             # It is waited for as long as it takes.
-            times["collective"] += [event.end - event.start] if event.kind == "communication" else []
-        elif event.kind == "communication":
-            times["send_recv"].append(event.end - event.start)
-        elif event.kind == "wait":
-            times["send_recv_exposed"].append(event.end - event.start)
+            kind = "collective" if event.kind == "communication" else None
+        kind = "attention" if event.name == "attention" else kind
+        if event.layer is not None and kind is not None:
+            times[kind].append(event.end - event.start)
     # A ring has a hop less than steps; other methods have one step.
     passes = len(times["attention"]) - len(times["send_recv"])
     total = sum(sum(times[name]) for name in ("attention", "send_recv_exposed", "collective"))

@@ -12,18 +12,28 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+
+from megakv.base.errors import MegaKVError
+from megakv.launcher.process import quiet_libraries, report_errors
 
 from .links import FREE, TIMED_OUT, start_on_hosts, unavailable
-
-if TYPE_CHECKING:
-    from .world import World
+from .predictions import predicted_in_run
+from .publish import Parts, describe_machine, publish
+from .world import World, join_world
 
 Rows = list[dict[str, Any]]
 Summary = dict[str, Any]
-Measure = Callable[[argparse.Namespace, "World"], Rows]
+Found = tuple[Rows, Summary, list[Any]]
+"""Outcome of a benchmark: rows, their summary, and charts."""
+Measure = Callable[[argparse.Namespace, World], Rows]
+Report = Callable[[argparse.Namespace, Rows, dict[str, str]], Found]
 
 
 @dataclass(frozen=True)
@@ -32,11 +42,11 @@ class Launch:
 
     ranks: int
     options: Sequence[str] = ()
-    text: str = ""  # printed before
-    name: str = ""  # in the list of what could not be measured
+    text: str = ""  # Printed before
+    name: str = ""  # In the list of what could not be measured
     rate: str = FREE
-    hosts: int | None = None  # as many as ranks if None
-    noise: bool = False  # beside a competing flow of half the rate
+    hosts: int | None = None  # As many as ranks if None
+    noise: bool = False  # Beside a competing flow of half the rate
 
     def start(self, arguments: argparse.Namespace, options: Sequence[str], timeout_s: float) -> int:
         """Run this very script, with this command line and further options; the exit status, or `TIMED_OUT`."""
@@ -50,25 +60,60 @@ def benchmark(
     name: str,
     arguments: argparse.Namespace,
     measure: Measure,
-    report: Callable[[argparse.Namespace, Rows, dict[str, str]], tuple[Summary, Sequence[Any]]],
+    report: Report,
     launches: Iterable[Launch] | None = None,
     *,
     shared_memory: bool = False,
+    kept: bool = False,
 ) -> int:
-    """The exit status. Every rank calls `measure`; `report` prints their rows, and gives a summary and charts."""
+    """The exit status. Every rank calls `measure`; `report` prints their rows and says what they come to.
+
+    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host. Where
+    ranks have `kept` what they measured, that is reported whatever ended the run.
+    """
     if is_rank():
         return serve(arguments, measure, shared_memory=shared_memory)
-    status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
-    if status or not parts:
+    try:
+        status, parts, skipped = launch_all(arguments, launches or [Launch(arguments.ranks)])
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not kept and (status or not parts):
         return status or 1
-    quiet()
-    from .predictions import predicted_in_run
-    from .publish import publish
-
+    quiet_libraries()
     rows = [{**row, "load_average": part["machine"]["load_average"]} for part in parts for row in part["rows"]]
-    rows = predicted_in_run(name, arguments, rows)
-    publish(arguments, name, parts[0]["machine"], rows, *report(arguments, rows, skipped))
-    return 0
+    machine = parts[0]["machine"] if parts else describe_machine()
+    found = report(arguments, predicted_in_run(name, arguments, rows), skipped)
+    return conclude(arguments, name, machine, found) or status
+
+
+def benchmark_kept(
+    name: str,
+    arguments: argparse.Namespace,
+    identity: dict[str, Any],
+    measure: Measure,
+    report: Callable[..., Found],
+    launches: Callable[[argparse.Namespace, Parts], Iterable[Launch]],
+    *,
+    shared_memory: bool = False,
+) -> int:
+    """A benchmark whose ranks keep every case in ``--parts``, or FILE.parts: all are reported together."""
+    if arguments.parts is None and arguments.json:
+        arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
+    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
+        parts = Parts(Path(arguments.parts or spare), identity)
+        form = {"shared_memory": shared_memory, "kept": True}
+        return benchmark(name, arguments, measure, partial(report, parts), launches(arguments, parts), **form)
+
+
+def conclude(arguments: argparse.Namespace, name: str, machine: dict[str, Any], found: Found) -> int:
+    """Publish what there is: 1 if there is nothing, or where tokens differ."""
+    rows, summary, charts = found
+    if not rows and not summary:
+        print("nothing was measured", file=sys.stderr)
+        return 1
+    publish(arguments, name, machine, rows, summary, charts)
+    return int(summary.get("tokens_equal") is False)
 
 
 def is_rank() -> bool:
@@ -76,23 +121,9 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
-def quiet() -> None:
-    from megakv.launcher.process import quiet_libraries
-
-    quiet_libraries()
-
-
 def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: bool) -> int:
-    """What every rank does: the measurement; rank 0 leaves the rows for who started it.
-
-    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host.
-    """
-    from megakv.launcher.process import report_errors
-
-    from .publish import describe_machine
-    from .world import join_world
-
-    quiet()
+    """Measure as one of the ranks; rank 0 leaves the rows for who started it."""
+    quiet_libraries()
     with report_errors():
         machine = describe_machine()
         world = join_world(arguments.threads, shared_memory=shared_memory, timeout_s=arguments.timeout)
@@ -103,14 +134,10 @@ def serve(arguments: argparse.Namespace, measure: Measure, *, shared_memory: boo
     return 0
 
 
-def launch_all(
-    arguments: argparse.Namespace, launches: Iterable[Launch]
-) -> tuple[int, list[dict[str, Any]], dict[str, str]]:
-    """Start ranks again and again, which share the time of the run, until a launch fails."""
-    # This process writes the report in its ranks' name: on their accelerator.
-    os.environ.update(rank_environment(arguments))
+def launch_all(arguments: argparse.Namespace, launches: Iterable[Launch]) -> tuple[int, Rows, dict[str, str]]:
+    """Start ranks again and again, which share the time of the run, until a launch fails; why some were left out."""
     deadline = time.monotonic() + arguments.timeout
-    parts: list[dict[str, Any]] = []
+    parts: Rows = []
     skipped: dict[str, str] = {}
     for launch in launches:
         if launch.rate != FREE and (reason := unavailable()):
@@ -135,14 +162,11 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
     """As `Launch.start`, on this machine."""
     start = ["--num_accelerators", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
     script = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
+    command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, *script]
     # An end by SIGTERM must run the clean-up below.
     signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, *script],
-        stdin=subprocess.DEVNULL,
-        env=rank_environment(arguments),
-        start_new_session=True,
-    )
+    streams: Any = {"stdin": subprocess.DEVNULL, "env": rank_environment(arguments)}
+    process = subprocess.Popen(command, start_new_session=True, **streams)
     try:
         return process.wait(timeout_s)
     except subprocess.TimeoutExpired:
@@ -151,18 +175,13 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
         return 128 + signal.SIGINT
     finally:
         # SIGKILL to its whole process group: asked to terminate, deepspeed's runner ends others by name.
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        else:
             process.wait()
 
 
 def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:
-    """What ranks find in their environment: this process's, with their threads and accelerator."""
-    import torch
-
+    """Environment of ranks: this process's, with their threads and accelerator."""
     # Console scripts of this environment, ninja among them, must be found where it is not activated.
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": str(arguments.threads)}
@@ -179,32 +198,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def benchmark_alone(
-    name: str,
-    arguments: argparse.Namespace,
-    run: Callable[[argparse.Namespace], tuple[Rows, Summary, Sequence[Any]]],
-    *,
-    on_cpu: str = "--device cpu tries the code",
-) -> int:
+def benchmark_alone(name: str, arguments: argparse.Namespace, run: Callable[[argparse.Namespace], Found]) -> int:
     """A benchmark of this process alone: 2 without its device, 1 after what users can mend or where tokens differ."""
-    import torch
-
-    from megakv.base.errors import MegaKVError
-
-    from .publish import describe_machine, publish
-
     if getattr(arguments, "device", "cpu") == "cuda" and not torch.cuda.is_available():
-        print(f"this machine has no CUDA GPU: nothing is measured; {on_cpu}", file=sys.stderr)
+        print("this machine has no CUDA GPU: nothing is measured; --device cpu tries the code", file=sys.stderr)
         return 2
-    quiet()
+    quiet_libraries()
     machine = describe_machine()
     if isinstance(getattr(arguments, "threads", None), int):
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     try:
-        rows, summary, charts = run(arguments)
-        publish(arguments, name, machine, rows, summary, charts)
+        return conclude(arguments, name, machine, run(arguments))
     except (MegaKVError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 1 if summary.get("tokens_equal") is False else 0

@@ -24,7 +24,6 @@ if str(ROOT) not in sys.path:
     sys.path.append(str(ROOT))
 TIMED_OUT = 124
 SPARE_HOSTS = 2  # Beside a competing flow, further ones without ranks
-NOISE = Path(__file__).with_name("noise.py")
 FREE, UNLIMITED = "free", "unlimited"
 """No limit: all ranks on this machine, over its loopback; hosts as with a limit, whose links have none."""
 
@@ -74,14 +73,12 @@ def start_on_hosts(
     env = {"OMP_NUM_THREADS": str(arguments.threads)}
     made = Hosts(count=hosts, slots=ranks // hosts, rate=rate, env=env, spare=SPARE_HOSTS * noise)
     with made, ExitStack() as stack:
-        script = Path(sys.argv[0]).resolve()
         further = start_noise(made, rate, ranks, stack) if noise else []
+        script = Path(sys.argv[0]).resolve()
         result = made.start_deepspeed(script, *sys.argv[1:], *options, *further).wait(timeout_s)
-    if result.returncode is None:
-        return TIMED_OUT
     if result.returncode:
         print(result.stdout[-4000:], result.stderr[-4000:], sep="\n", file=sys.stderr)
-    return result.returncode
+    return TIMED_OUT if result.returncode is None else result.returncode
 
 
 def start_noise(hosts: Hosts, rate: str, ranks: int, stack: ExitStack) -> list[str]:
@@ -97,7 +94,8 @@ def start_noise(hosts: Hosts, rate: str, ranks: int, stack: ExitStack) -> list[s
     pairs = {name: (rank, rank + 1) for rank, name in enumerate(pair_names(ranks))} | {ELSEWHERE: (ranks, ranks + 1)}
     for host, address in enumerate(hosts.addresses):
         flows = [f"{name}={hosts.addresses[sum(pair) - host]}" for name, pair in pairs.items() if host in pair]
-        command = [sys.executable, "-SP", str(NOISE), address, f"{bits_per_s / 2:.0f}", str(switch), *flows]
+        script = str(Path(__file__).with_name("noise.py"))
+        command = [sys.executable, "-SP", script, address, f"{bits_per_s / 2:.0f}", str(switch), *flows]
         process = subprocess.Popen(hosts.on_network(host, command), stdin=subprocess.DEVNULL)
         stack.callback(process.wait)
         stack.callback(process.kill)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import os
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import deepspeed
 import deepspeed.comm
 import torch
-from deepspeed.accelerator import get_accelerator
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import PreTrainedModel
 
 import megakv
 from megakv.base.errors import MegaKVError
@@ -25,6 +23,7 @@ from megakv.distributed.compat import shared_memory_available
 from .breakdown import generated_us
 from .models import twin, weight_bytes
 from .sampling import Bytes, Method
+from .timing import clocked
 from .world import World
 
 TENSOR_PARALLEL = ("tp", "tp_gloo")
@@ -48,13 +47,9 @@ class Peer:
         """Around a run: filled at its end with the bytes that this rank sent, by operation. May slow the run down."""
         return nullcontext({})
 
-    def facts(self) -> dict[str, Any]:
-        """What is known of every run."""
+    def facts(self, *, generated: bool = False) -> dict[str, Any]:
+        """Facts about every run, or about the last `generate`. Every rank must ask."""
         return {"shared_memory": False}
-
-    def generation_facts(self) -> dict[str, Any]:
-        """What is known of the last `generate`. Every rank must ask."""
-        return self.facts()
 
 
 class TensorParallel(Peer):
@@ -76,7 +71,7 @@ class TensorParallel(Peer):
     def counting(self) -> AbstractContextManager[Bytes]:
         return counting_sums()
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self, *, generated: bool = False) -> dict[str, Any]:
         needed = 1 if self.module.dtype == torch.float32 else 2
         level = getattr(deepspeed.comm.comm.cdb, LEVEL, 0)
         return {"shared_memory": self._shared_memory and shared_memory_available() and level >= needed}
@@ -84,8 +79,6 @@ class TensorParallel(Peer):
 
 class ContextParallel(Peer):
     """A MegaKV engine."""
-
-    model: megakv.MegaKVEngine
 
     def __init__(self, engine: megakv.MegaKVEngine):
         super().__init__(engine)
@@ -104,8 +97,9 @@ class ContextParallel(Peer):
         yield sent
         sent.update(self.model.report().ranks[self.model.mesh.rank].bytes_sent)
 
-    def generation_facts(self) -> dict[str, Any]:
-        return self.facts() | (generated_us(self.model) if self.model._comm.ledger.timeline else {})
+    def facts(self, *, generated: bool = False) -> dict[str, Any]:
+        timed = generated and self.model._comm.ledger.timeline
+        return super().facts() | (generated_us(self.model) if timed else {})
 
 
 class Prefill(Method):
@@ -128,7 +122,10 @@ class Prefill(Method):
         return logits
 
     def facts(self, world: World, output: Any) -> dict[str, Any]:
-        return {"kv_bytes": world.gather(_cache_bytes(output.past_key_values)), **self.peer.facts()}
+        cache: Any = output.past_key_values
+        own = hasattr(cache, "nbytes")
+        held = cache.nbytes() if own else sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        return {"kv_bytes": world.gather(int(held)), **self.peer.facts()}
 
 
 class Generation(Method):
@@ -154,19 +151,9 @@ class Generation(Method):
     def run(self) -> Any:
         if not self._takes_part:
             return None
-        clock = StepClock()
-        start = time.perf_counter()
-        output = self.peer.generate(
-            self._ids,
-            self._cache,
-            attention_mask=torch.ones_like(self._ids),
-            max_new_tokens=self._tokens,
-            do_sample=False,
-            return_dict_in_generate=True,
-            output_logits=True,
-            logits_processor=LogitsProcessorList([clock]),
-        )
-        self._ttft = clock.times[0] - start
+        generate = partial(self.peer.generate, cache=self._cache)
+        output, clock = clocked(generate, self._ids, self._tokens, return_dict_in_generate=True, output_logits=True)
+        self._ttft = clock.prompt_s
         self.ttits.append((clock.times[-1] - clock.times[0]) / (len(clock.times) - 1))
         # Copies of the cache are not kept until the next turn. The clock that counts, of steps, has stopped.
         self.prepare()
@@ -184,7 +171,7 @@ class Generation(Method):
         return None if output is None else output.logits[0]
 
     def facts(self, world: World, output: Any) -> dict[str, Any]:
-        return {"weight_bytes": world.gather(weight_bytes(self.peer.module)), **self.peer.generation_facts()}
+        return {"weight_bytes": world.gather(weight_bytes(self.peer.module)), **self.peer.facts(generated=True)}
 
 
 class Peers:
@@ -234,53 +221,17 @@ class Peers:
 
     def prefill(self, name: str, ids: Tensor, *prepare: Callable[[], object]) -> Prefill:
         """A whole prompt by plain transformers (``single``), by AutoTP, or by a method of MegaKV's."""
-        if name == "single":
-            return Prefill(name, Peer(self.model), ids, *prepare)
         if name == "single_masked":
             # All scores are computed, and half of them hidden, as if it knew of no causality.
             square = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf, dtype=self.model.dtype)
             return Prefill(name, Peer(self.model), ids, *prepare, attention_mask=square.triu_(1).to(ids.device))
-        if name in TENSOR_PARALLEL:
-            return Prefill(name, self.tensor_parallel(name), ids, *prepare)
-        return Prefill(name, ContextParallel(self.engine(name, {"prefill": name})), ids, *prepare)
-
-
-class StepClock(LogitsProcessor):
-    """Notes when the logits of each step are there, and what probes say then: transformers calls it before it chooses.
-
-    What other streams of an accelerator bring for the next step may go on.
-    """
-
-    def __init__(self, *probes: Callable[[], float], watch: Callable[[int], None] | None = None):
-        self.times: list[float] = []
-        self.noted: list[tuple[float, ...]] = []
-        self._begun = time.perf_counter()
-        self._probes, self._watch = probes, watch
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if scores.device.type != "cpu":
-            get_accelerator().current_stream().synchronize()
-        self.times.append(time.perf_counter())
-        self.noted.append(tuple(probe() for probe in self._probes))
-        if self._watch is not None:
-            self._watch(len(self.times))
-        return scores
-
-    @property
-    def prompt_s(self) -> float:
-        """From when this clock was made until the prompt was read."""
-        return self.times[0] - self._begun
-
-    def seconds(self) -> list[float]:
-        """From step to step."""
-        return [later - earlier for earlier, later in itertools.pairwise(self.times)]
-
-
-def _cache_bytes(cache: Any) -> int:
-    """Bytes of keys and values that a cache holds on this rank."""
-    if hasattr(cache, "nbytes"):
-        return int(cache.nbytes())
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        if name == "single":
+            peer = Peer(self.model)
+        elif name in TENSOR_PARALLEL:
+            peer = self.tensor_parallel(name)
+        else:
+            peer = ContextParallel(self.engine(name, {"prefill": name}))
+        return Prefill(name, peer, ids, *prepare)
 
 
 @contextlib.contextmanager

@@ -24,13 +24,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 def model_config(arguments: argparse.Namespace, *, positions: int = 1) -> PreTrainedConfig:
     """A Llama, or a Falcon (``family``: attention and MLP in parallel), of the command line's shape."""
-    common = {
-        "num_hidden_layers": arguments.layers,
-        "hidden_size": arguments.hidden,
-        "num_attention_heads": arguments.heads,
-        "vocab_size": arguments.vocab,
-        "max_position_embeddings": positions,
-    }
+    common = {"num_hidden_layers": arguments.layers, "hidden_size": arguments.hidden, "vocab_size": arguments.vocab}
+    common |= {"num_attention_heads": arguments.heads, "max_position_embeddings": positions}
     kv_heads, intermediate = arguments.kv_heads, arguments.intermediate
     if getattr(arguments, "family", "llama") == "falcon":
         own = {"num_kv_heads": kv_heads, "ffn_hidden_size": intermediate, "new_decoder_architecture": True}
@@ -46,7 +41,7 @@ def words_of(arguments: argparse.Namespace) -> str:
         heads = f"{arguments.heads} query and {arguments.kv_heads} KV heads"
     family = getattr(arguments, "family", "llama").capitalize()
     shape = f"{family}, {arguments.layers} layers of {arguments.hidden}, {heads}, {arguments.dtype}"
-    return f"{shape}, {arguments.threads} thread(s) a rank"
+    return f"{shape}, {arguments.threads} thread(s) a rank; median, 95% interval"
 
 
 def random_model(arguments: argparse.Namespace, *, positions: int, device: torch.device) -> PreTrainedModel:
@@ -88,8 +83,7 @@ def without_stop(model: PreTrainedModel) -> PreTrainedModel:
 
 def random_layers(model: PreTrainedModel, batch: int, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """``[B, K, S, D]`` keys and values of each layer, the same on every rank."""
-    config = model.config
-    generator = torch.Generator().manual_seed(2)
+    config, generator = model.config, torch.Generator().manual_seed(2)
     shape = (batch, config.num_key_value_heads, tokens, config.hidden_size // config.num_attention_heads)
     for _ in range(config.num_hidden_layers):
         keys, values = (torch.randn(shape, generator=generator).to(model.device, model.dtype) for _ in range(2))

@@ -9,27 +9,25 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
+from threading import Thread
 
 PORT = 5600
 CHUNK = bytes(1 << 17)
-POLL_S = 0.02
-SETTLE_S = 0.15
-"""For a flow to come to its rate, or for what is queued of it to pass."""
+POLL_S, SETTLE_S = 0.02, 0.15  # The latter for a flow to come to its rate, or for what is queued of it to pass
 QUIET, ELSEWHERE, LINK = "quiet", "elsewhere", "link"
 """No flow; one between two hosts that no rank is on; one between two neighbours of the chain, in every run others."""
 
 
 def pair_names(ranks: int) -> list[str]:
-    """What it holds for the flow between each two neighbours."""
+    """Names that the switch holds for the flows between neighbours."""
     return [f"{rank}-{rank + 1}" for rank in range(ranks - 1)]
 
 
 def switched_to(switch: Path) -> str:
-    """What the switch holds; `QUIET` before it was ever set."""
+    """Content of the switch; `QUIET` before it was ever set."""
     try:
         return switch.read_text()
     except OSError:
@@ -42,14 +40,14 @@ class Switch:
     def __init__(self, path: Path, rank: int, ranks: int):
         self._path, self._rank = path, rank
         self._states = {QUIET: [QUIET], ELSEWHERE: [ELSEWHERE], LINK: pair_names(ranks)}
-        self._runs: dict[tuple[str, str], int] = {}
+        self._runs = Counter[tuple[str, str]]()
 
     def next_run(self, method: str, noise: str) -> None:
         """Switch to a noise; each run beside a flow on a link has it on another one."""
-        run = self._runs[method, noise] = self._runs.get((method, noise), -1) + 1
         states = self._states[noise]
         if self._rank == 0:
-            self._path.write_text(states[run % len(states)])
+            self._path.write_text(states[self._runs[method, noise] % len(states)])
+        self._runs[method, noise] += 1
         time.sleep(SETTLE_S)
 
 
@@ -58,7 +56,7 @@ def listen(here: str) -> None:
     with socket.create_server((here, PORT)) as server:
         while True:
             link, _ = server.accept()
-            threading.Thread(target=_take, args=(link,), daemon=True).start()
+            Thread(target=_take, args=(link,), daemon=True).start()
 
 
 def _take(link: socket.socket) -> None:
@@ -77,19 +75,15 @@ def send(there: str, bits_per_s: float, switch: Path, name: str) -> None:
             continue
         try:
             with socket.create_connection((there, PORT)) as link:
-                _pace(link, step_s, max(1, round(POLL_S / step_s)), lambda: switched_to(switch) == name)
+                due = time.monotonic()
+                while switched_to(switch) == name:
+                    for _ in range(max(1, round(POLL_S / step_s))):
+                        link.sendall(CHUNK)
+                        # What the link did not take in its time is not made up for.
+                        due = max(due, time.monotonic() - step_s) + step_s
+                        time.sleep(max(0.0, due - time.monotonic()))
         except ConnectionError:
             time.sleep(POLL_S)
-
-
-def _pace(link: socket.socket, step_s: float, chunks: int, going: Callable[[], bool]) -> None:
-    due = time.monotonic()
-    while going():
-        for _ in range(chunks):
-            link.sendall(CHUNK)
-            # What the link did not take in its time is not made up for.
-            due = max(due, time.monotonic() - step_s) + step_s
-            time.sleep(max(0.0, due - time.monotonic()))
 
 
 def end_with(parent: int) -> None:
@@ -103,8 +97,8 @@ def main() -> None:
     here, bits_per_s, switch, *flows = sys.argv[1:]
     for flow in flows:
         name, _, there = flow.partition("=")
-        threading.Thread(target=send, args=(there, float(bits_per_s), Path(switch), name), daemon=True).start()
-    threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
+        Thread(target=send, args=(there, float(bits_per_s), Path(switch), name), daemon=True).start()
+    Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     listen(here)
 
 

@@ -1,9 +1,10 @@
-"""The command line of a benchmark, as a table of options; nothing heavy is imported: wrong ones are refused at once."""
+"""The command line of a benchmark: what is wrong is refused before anything is done."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 from megakv.tracking.files import check_outputs
@@ -11,22 +12,10 @@ from megakv.tracking.wandb_project import check_project
 
 DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"K": 1 << 10, "M": 1 << 20}
-UNIFORM, CONTIGUOUS = "uniform", "contiguous"
-MAPPED = ("nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in (1, 2, 3, 4)))
-HEAD_METHODS = (UNIFORM, CONTIGUOUS, *MAPPED)
-"""`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
-assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
-CHOSEN = "time"
-BY_TOKENS = ("nodp", "split1")
-"""Beside what the cost model chooses: mappings that balance tokens, without copies, and with one that shares them."""
-SHAPE = (
-    ("layers", 8, "decoder layers"),
-    ("hidden", 1024, "hidden size"),
-    ("heads", 16, "query heads"),
-    ("kv-heads", 4, "key-value heads"),
-    ("intermediate", 2816, "width of the MLP"),
-    ("vocab", 32000, "vocabulary"),
-)
+SHAPE = {
+    "layers": (8, "decoder layers"), "hidden": (1024, "hidden size"), "heads": (16, "query heads"),
+    "kv_heads": (4, "key-value heads"), "intermediate": (2816, "width of the MLP"), "vocab": (32000, "vocabulary"),
+}  # fmt: skip
 
 
 def check_memory(needed: float, available: float, words: str) -> None:
@@ -38,62 +27,64 @@ def check_memory(needed: float, available: float, words: str) -> None:
 
 
 class Options(argparse.ArgumentParser):
-    """Options whose type, and what is allowed, follow from their defaults.
+    """Options whose types follow from their defaults.
 
     A default may be several: of the mode ``quick`` or ``gpu``, of a ``--device``, and ``""`` of all others.
     """
 
     def __init__(self, text: str | None):
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-        self._defaults: dict[str, dict[str, Any]] = {}
-        self._checks: list[Callable[[argparse.Namespace], None]] = []
+        # By destination: name, defaults by mode, and what makes the value of what was given, or refuses it.
+        self._known: dict[str, tuple[str, dict[str, Any], Callable[[str, Any], Any] | None]] = {}
+        self._shaped = False
 
     def add(
-        self, name: str, default: Any, text: str, *, kind: Any = None, least: float | None = None, choices: Any = None
+        self,
+        name: str,
+        default: Any,
+        text: str,
+        *,
+        kind: Any = None,
+        least: float | None = None,
+        convert: Callable[[str, Any], Any] | None = None,
+        **more: Any,
     ) -> None:
         """A number, which is above 0, or from `least` on; a text; or, where the default is False, a switch."""
-        dest = name[2:].replace("-", "_")
-        modes = default if isinstance(default, dict) else {"": default}
         if default is False:
             self.add_argument(name, action="store_true", help=text)
             return
+        modes = default if isinstance(default, dict) else {"": default}
         kind = kind or type(next(iter(modes.values())))
         shown = ", ".join(f"{mode}: {value}" if mode else f"{value}" for mode, value in modes.items())
         text = text if default is None else f"{text} (default {shown})"
-        self.add_argument(name, type=kind, choices=choices, help=text)
-        self._defaults[dest] = modes
-        if kind in (int, float):
-            self._checks.append(lambda arguments: self._check_number(name, getattr(arguments, dest), least))
+        dest = self.add_argument(name, type=kind, help=text, **more).dest
+        self._known[dest] = name, modes, partial(self._number, least) if kind in (int, float) else convert
 
     def numbers(self, name: str, default: Any, text: str, *, kind: Any = int, most: float = float("inf")) -> None:
         """A list such as ``1,4`` or ``8K,1M`` of numbers above 0, ascending, each once."""
-        self.add(name, default, text, kind=str)
-        self._convert(name, lambda given: self._numbers(name, given, kind, most))
+        self.add(name, default, text, kind=str, convert=partial(self._numbers, kind, most))
 
-    def names(self, name: str, allowed: Collection[str], default: str, text: str) -> None:
+    def names(self, name: str, allowed: Collection[str], default: Any, text: str) -> None:
         """A list of some of the names allowed."""
-        self.add(name, default, f"{text}, of {','.join(allowed)}")
-        self._convert(name, lambda given: self.some_of(name, given, allowed))
+        convert = partial(self.some_of, allowed=allowed)
+        self.add(name, default, f"{text}, of {','.join(allowed)}", kind=str, convert=convert)
 
     def choice(self, name: str, allowed: Sequence[str], default: Any, text: str) -> None:
         """One of the words allowed."""
         self.add(name, default, text, kind=str, choices=allowed)
 
     def hidden(self, *names: str) -> None:
-        """What the process that starts the ranks tells them."""
+        """Options that the process that starts the ranks gives them."""
         for name in names:
             self.add_argument(name, help=argparse.SUPPRESS)
 
     def output(self) -> None:
-        self.add_argument("--json", metavar="FILE", help="write the results here, and charts (PNG) beside it")
-        text = "log results and charts to this W&B project, offline unless logged in"
-        self.add_argument("--wandb", metavar="PROJECT", help=text)
-        self._checks.append(self._check_output)
+        self.add("--json", None, "write the results to this file, and charts (PNG) beside it", kind=str)
+        self.add("--wandb", None, "log them to this W&B project, offline unless logged in", kind=str)
 
     def ranks(self, *, timeout_s: float = 3600.0) -> None:
-        """What every benchmark of several ranks takes."""
-        self.add_argument("--ranks", type=int, required=True, help="processes to start on this machine")
-        self._checks.append(lambda arguments: self._check_number("--ranks", arguments.ranks, None))
+        """Options of every benchmark of several ranks."""
+        self.add("--ranks", None, "processes to start on this machine", kind=int, required=True)
         self.add("--threads", 1, "threads of every rank")
         self.add("--timeout", timeout_s, "seconds after which all is ended")
         self.output()
@@ -105,48 +96,33 @@ class Options(argparse.ArgumentParser):
 
     def model(self, *, without: Collection[str] = (), **defaults: int) -> None:
         """The shape of the model that is measured; a benchmark may have defaults of its own (``kv_heads=16``)."""
-        for name, value, text in SHAPE:
+        self._shaped = True
+        for name, (value, text) in SHAPE.items():
             if name not in without:
-                self.add(f"--{name}", defaults.get(name.replace("-", "_"), value), text)
+                self.add(f"--{name.replace('_', '-')}", defaults.get(name, value), text)
         self.choice("--dtype", DTYPES, "fp32", "of weights and activations")
-        self._checks.append(self._check_heads)
-
-    def kept_heads(self, *, group: Any, head_dim: Any = 128, dtype: Any = "bf16") -> None:
-        """The KV heads of a layer, which keep unequal numbers of tokens."""
-        self.add("--sigma", 0.8, "of the heads' log-normal budgets")
-        self.add("--seed", 222, "of the budgets", least=0)
-        self.add("--kv-heads", 8, "KV heads of a layer")
-        self.add("--group", group, "query heads to a KV head")
-        self.add("--head-dim", head_dim, "head dimension")
-        self.choice("--dtype", DTYPES, dtype, "of queries, keys, values")
 
     def parse(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """The arguments; ends with a message if one is impossible."""
         arguments = self.parse_args(argv)
-        modes = [mode for mode in ("gpu", "quick") if getattr(arguments, mode, False)]
-        for dest, values in self._defaults.items():
-            if getattr(arguments, dest) is None:
-                known = (mode for mode in (*modes, getattr(arguments, "device", ""), "") if mode in values)
-                setattr(arguments, dest, values[next(known)])
-        for check in self._checks:
-            check(arguments)
+        asked = [mode for mode in ("gpu", "quick") if getattr(arguments, mode, False)]
+        for dest, (name, modes, convert) in self._known.items():
+            value = getattr(arguments, dest)
+            if value is None:
+                wanted = (*asked, getattr(arguments, "device", ""), "")
+                value = next(modes[mode] for mode in wanted if mode in modes)
+            setattr(arguments, dest, value if value is None or convert is None else convert(name, value))
+        try:
+            check_project(getattr(arguments, "wandb", None))
+            check_outputs({"--json": getattr(arguments, "json", None)})
+        except ValueError as error:
+            self.error(str(error))
+        if self._shaped:
+            self._check_heads(arguments)
         return arguments
 
-    def _numbers(self, name: str, text: str, kind: Any, most: float) -> list[Any]:
-        try:
-            parts = [(part, UNITS.get(part[-1:].upper(), 1)) for part in text.split(",")]
-            numbers = sorted({kind(part if unit == 1 else part[:-1]) * unit for part, unit in parts})
-        except ValueError:
-            numbers = [0]
-        if numbers[0] <= 0 or numbers[-1] > most:
-            allowed = (
-                "whole numbers from 1 on" if kind is int else f"numbers above 0{f' and up to {most:g}' * (most < 1e9)}"
-            )
-            self.error(f"{name} {text}: allowed: {allowed}, separated by commas")
-        return numbers
-
     def some_of(self, name: str, text: str, allowed: Collection[str]) -> list[str]:
-        """What a list of names holds."""
+        """Names in a list."""
         names = text.split(",")
         if set(names) - set(allowed) or len(set(names)) < len(names):
             self.error(f"{name} {text}: allowed: each of {', '.join(allowed)} once")
@@ -160,24 +136,22 @@ class Options(argparse.ArgumentParser):
                 f"ranks without heads; {remedy}"
             )
 
-    def _convert(self, name: str, convert: Callable[[str], Any]) -> None:
-        def check(arguments: argparse.Namespace) -> None:
-            dest = name[2:].replace("-", "_")
-            if getattr(arguments, dest) is not None:
-                setattr(arguments, dest, convert(getattr(arguments, dest)))
-
-        self._checks.append(check)
-
-    def _check_output(self, arguments: argparse.Namespace) -> None:
+    def _numbers(self, kind: Any, most: float, name: str, text: str) -> list[Any]:
         try:
-            check_project(arguments.wandb)
-            check_outputs({"--json": arguments.json})
-        except ValueError as error:
-            self.error(str(error))
+            parts = [(part, UNITS.get(part[-1:].upper(), 1)) for part in text.split(",")]
+            numbers = sorted({kind(part if unit == 1 else part[:-1]) * unit for part, unit in parts})
+        except ValueError:
+            numbers = [0]
+        if numbers[0] <= 0 or numbers[-1] > most:
+            allowed = "whole numbers from 1 on" if kind is int else "numbers above 0"
+            allowed += f" and up to {most:g}" * (most < 1e9)
+            self.error(f"{name} {text}: allowed: {allowed}, separated by commas")
+        return numbers
 
-    def _check_number(self, name: str, value: float | None, least: float | None) -> None:
-        if value is not None and (value <= 0 if least is None else value < least):
+    def _number(self, least: float | None, name: str, value: float) -> float:
+        if value <= 0 if least is None else value < least:
             self.error(f"{name} {value:g}: allowed: " + ("above 0" if least is None else f"{least:g} or more"))
+        return value
 
     def _check_heads(self, arguments: argparse.Namespace) -> None:
         if arguments.hidden % (2 * arguments.heads):

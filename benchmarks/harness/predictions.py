@@ -1,12 +1,14 @@
-"""What the cost model says of a benchmark's own rows, from profiles that were measured in the same run."""
+"""Predictions of a benchmark's own rows, from profiles that were measured in the same run."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import combinations, product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from megakv.base.partition import Partition
@@ -35,8 +37,19 @@ KNOWN = ("prefill", "decode", "scaling", *RATED)
 ACROSS_HOSTS = {"cp": "pass_kv", "tp": "tp_gloo"}
 """Methods of `hosts.py`, as predictions call them."""
 CANDIDATES = {"single": "one_rank", "runahead": "kvr_s", "pass_kv": "pass_kv", "pass_q": "pass_q"}
-"""What `auto` calls a candidate, and the method of `runahead.py` that it is."""
+"""Names of candidates as `auto` has them, and the method of `runahead.py` that each is."""
 CHOSEN = {method: candidate for candidate, method in CANDIDATES.items()} | {"runahead": "runahead"}
+
+DIFFERING = 0.05  # Two measured times closer than this have no winner
+SETTINGS = (
+    "part", "processes", "shape", "link_gb_s", "ranks", "kv_heads", "rate", "noise", "context", "new_tokens",
+    "cached_tokens", "batch", "kept",
+)  # fmt: skip
+"""Settings that a row may have, beside the method."""
+MEASURES = (("", "seconds", ("cost_model_s", "predicted_s")), ("TTIT, ", "ttit_seconds", ("predicted_ttit_s",)))
+"""Measured times: a name before the setting, and where a row has the samples and the prediction.
+
+Before a scheduler's `predicted_s`, which steps have corrected, goes its `cost_model_s`."""
 
 
 @dataclass(frozen=True)
@@ -51,18 +64,11 @@ class Predictions:
     by_blocks: bool = False  # Whether these compute a prompt's layers by blocks of rows
 
     def prefill(
-        self,
-        method: str,
-        new: int,
-        cached: int = 0,
-        *,
-        partition: Partition | None = None,
-        generating: bool = False,
+        self, method: str, new: int, cached: int = 0, *, partition: Partition | None = None, generating: bool = False
     ) -> float | None:
         """Seconds of reading a prompt, in a process without memory to use again; None for what was not measured."""
         if method in TENSOR_PARALLEL or method in SINGLE:
-            plain = self._plain(method)
-            if plain is None:
+            if (plain := self._plain(method)) is None:
                 return None
             tp_size = 1 if method in SINGLE else self.size
             seconds = plain.prefill(new, masked=method == "single_masked", generating=generating)
@@ -87,7 +93,7 @@ class Predictions:
         return ttit_seconds(self.profile, self.model, work, method, tp_size=self.tp_size)
 
     def _begun(self) -> float:
-        """What MegaKV's `generate` takes before its first pass."""
+        """Seconds of MegaKV's `generate` before its first pass."""
         shared = GENERATE_SHARES * self.profile.share_s if self.size > 1 else 0.0
         return shared + self.profile.begin_s + self.profile.added.begin_s
 
@@ -102,10 +108,10 @@ class Predictions:
         """A row's predicted seconds, under the names that they have in it."""
         method, context = row["method"], row["context"]
         match benchmark:
-            case "decode" if method in ("alone", "auto"):
-                return {"predicted_s": None}
             case "decode":
-                return {"predicted_s": self.decode(method, context, row["batch"])}
+                # What `auto` is was chosen in the run.
+                unknown = method in ("alone", "auto")
+                return {"predicted_s": None if unknown else self.decode(method, context, row["batch"])}
             case "multiturn":
                 return {"predicted_s": self.prefill(method, row["new_tokens"], row["cached_tokens"])}
             case "hosts":
@@ -139,8 +145,7 @@ def with_predictions(
         if path is None:
             return None
         profile = lone if ranks == 1 and lone is not None else load_profile(path)
-        sizes = argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads})
-        config = model_config(sizes)
+        config = model_config(argparse.Namespace(**{**vars(arguments), "kv_heads": kv_heads}))
         model = ModelShape.from_config(config, dtype=DTYPES[arguments.dtype])
         by_blocks = profile.fingerprint.accelerator == "cpu" and is_kind(config.model_type)
         tp_size = ranks // arguments.hosts if benchmark == "hosts" else 1
@@ -148,7 +153,7 @@ def with_predictions(
 
     found = []
     for row in rows:
-        rate = row["rate"] if benchmark in RATED else row.get("rate")
+        rate = row.get("rate")
         if benchmark not in RATED and rate == FREE:
             rate = None
         predictions = known(row["ranks"], rate, row.get("kv_heads", arguments.kv_heads))
@@ -161,7 +166,7 @@ def predicted_in_run(benchmark: str, arguments: argparse.Namespace, rows: Sequen
     """The rows of a run that kept its profiles beside its results, if it had the time to measure them."""
     if benchmark not in KNOWN:
         return [dict(row) for row in rows]
-    kept = arguments.json and arguments.profile_seconds and not getattr(arguments, "config", None)
+    kept = arguments.json and arguments.profile_seconds
     folder = profiles_of(Path(arguments.json)) if kept else None
     return with_predictions(benchmark, arguments, rows, lambda name: folder and folder / f"{name}.json")
 
@@ -177,3 +182,46 @@ def predicted_anew(results: Mapping[str, Any], path: Path) -> list[dict[str, Any
         return None if benchmark == "runahead" and not profile.exists() else profile
 
     return with_predictions(benchmark, argparse.Namespace(**results["args"]), results["rows"], find)
+
+
+@dataclass(frozen=True)
+class Time:
+    """One method's time in one setting, in seconds."""
+
+    setting: str
+    method: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted / self.measured - 1
+
+
+def times_of(rows: Sequence[Mapping[str, Any]]) -> Iterator[Time]:
+    for row in rows:
+        setting = ", ".join(f"{name} {row[name]}" for name in SETTINGS if name in row)
+        for kind, samples, names in MEASURES:
+            if known := [row[name] for name in names if isinstance(row.get(name), float)]:
+                yield Time(kind + setting, row["method"], known[0], median(row[samples]))
+
+
+def unpredicted(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Methods that some row was measured by without a prediction; a kernel's own times are none's."""
+    missing = {
+        row["method"]
+        for row, (_, key, names) in product(rows, MEASURES)
+        if "method" in row and key in row and all(row.get(name) is None for name in names)
+    }
+    return sorted(missing)
+
+
+def winners(times: Sequence[Time]) -> list[bool]:
+    """Tell of every two methods of one setting that differ whether the faster one was predicted to be."""
+    return [
+        (one.predicted < other.predicted) == (one.measured < other.measured)
+        for one, other in combinations(times, 2)
+        if one.setting == other.setting
+        and abs(one.measured - other.measured) / min(one.measured, other.measured) > DIFFERING
+    ]

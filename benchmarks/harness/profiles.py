@@ -43,8 +43,8 @@ def measured_profile(
     # Both ways to sum have the same groups.
     for comm in sums[:1]:
         comm.mesh.end()
-    if name is not None and arguments.json and world.rank == 0:
-        profile.save(profiles_of(Path(arguments.json)) / f"{name}.json")
+    if name is not None and world.rank == 0:
+        keep(profile, arguments, name)
     return profile
 
 
@@ -64,7 +64,7 @@ def keep_measured(
     if idle or size < 2:
         if world.rank == 0:
             lone = lone_profile(world.device, shape, arguments.profile_seconds / min(size, 2))
-            lone.save(profiles_of(Path(arguments.json)) / f"1-of-{size}.json")
+            keep(lone, arguments, f"1-of-{size}")
         world.barrier()
     if size > 1:
         name = f"{size}" if rate is None else f"{size}-{rate}"
@@ -72,7 +72,7 @@ def keep_measured(
 
 
 def lone_profile(device: torch.device, model: ModelShape, seconds: float) -> HardwareProfile:
-    """Of this process alone."""
+    """Measure a profile of this process alone."""
     return _measure(Alone(device), model, seconds, sums=[])
 
 
@@ -81,19 +81,17 @@ def profiles_of(results: Path) -> Path:
     return results.with_suffix(".profiles")
 
 
+def keep(profile: HardwareProfile, arguments: argparse.Namespace, name: str) -> None:
+    if arguments.json:
+        profile.save(profiles_of(Path(arguments.json)) / f"{name}.json")
+
+
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """Its sizes, in the type that it computes in."""
     return ModelShape.from_config(model.config, dtype=model.dtype)
 
 
 def _measure(comm: Communicator, model: ModelShape, seconds: float, *, sums: list[Communicator]) -> HardwareProfile:
+    sizes = {"sizes": [model.attention(tp_size=comm.mesh.tp_size)], "matrices": Matrices.of(model)}
     with progress("profile") as step:
-        return measure_profile(
-            comm,
-            dtype=model.dtype,
-            sizes=[model.attention(tp_size=comm.mesh.tp_size)],
-            matrices=Matrices.of(model),
-            seconds=seconds,
-            sums=sums,
-            report=step,
-        )
+        return measure_profile(comm, dtype=model.dtype, seconds=seconds, sums=sums, report=step, **sizes)

@@ -1,22 +1,27 @@
-"""The results of a benchmark: tables on the screen, one JSON file with raw samples, pictures beside it."""
+"""The results of a benchmark: tables on the screen, one JSON file with raw samples, pictures beside it, a W&B run."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megakv.base.errors import MegaKVError
+from megakv.tracking.config import WandbTrackingConfig
 from megakv.tracking.files import write_whole
 from megakv.tracking.machine import machine_info, version_info
+from megakv.tracking.measurements import percentiles
+from megakv.tracking.tables import Table
+from megakv.tracking.wandb_run import WandbRun
 
 from .charts import Chart, draw_charts
 from .statistics import Interval
-from .tracking import log_results
 
 Row = Mapping[str, Any]
 MEGABYTE = 1 << 20
@@ -35,25 +40,17 @@ def describe_machine() -> dict[str, Any]:
 def publish(
     arguments: argparse.Namespace,
     benchmark: str,
-    machine: Mapping[str, Any],
+    machine: Row,
     rows: Sequence[Row],
-    summary: Mapping[str, Any],
+    summary: Row,
     charts: Sequence[Chart],
 ) -> None:
-    """Write the results and the charts where ``--json`` and ``--wandb`` ask for them; say where they are.
-
-    A file is written whole or not at all.
-    """
+    """Write results and charts, whole or not at all, where ``--json`` and ``--wandb`` ask for them."""
     if not arguments.json and not arguments.wandb:
         return
-    report = {
-        "benchmark": benchmark,
-        "machine": machine,
-        "versions": version_info(),
-        "args": {name: value for name, value in vars(arguments).items() if name != "part"},
-        "rows": rows,
-        "summary": summary,
-    }
+    args = {name: value for name, value in vars(arguments).items() if name != "part"}
+    report = {"benchmark": benchmark, "machine": machine, "versions": version_info(), "args": args}
+    report |= {"rows": rows, "summary": summary}
     with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
         path = Path(arguments.json or f"{spare}/{benchmark}.json")
         write_json(path, report)
@@ -68,6 +65,49 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def log_results(project: str, results: Row, charts: Sequence[Path]) -> None:
+    """Log what a results file holds and the charts beside it as a W&B run; say where it lies."""
+    config = WandbTrackingConfig(enabled=True, project=project, group=results["benchmark"], name=results["benchmark"])
+    run = WandbRun(config, {name: results[name] for name in ("machine", "versions", "args")})
+    records = []
+    for row in results["rows"]:
+        record = {name: value for name, value in row.items() if isinstance(value, str | int | float)}
+        record |= {name: "yes" if value else "no" for name, value in record.items() if isinstance(value, bool)}
+        if isinstance(row.get("seconds"), list):
+            record |= percentiles("seconds", row["seconds"])
+        sent = row.get("bytes_sent") or []
+        for operation in {key for rank in sent for key in rank}:
+            record[f"bytes_sent/{operation}"] = sum(rank.get(operation, 0) for rank in sent)
+        records.append(record)
+    columns = tuple(dict.fromkeys(name for record in records for name in record))
+    table = Table(columns, [[record.get(name) for name in columns] for record in records])
+    pictures = {f"charts/{path.stem}": path.read_bytes() for path in charts}
+    numbers = {"/".join(("summary", *keys)): value for keys, value in walk(results["summary"])}
+    numbers = {name: float(value) for name, value in numbers.items() if isinstance(value, int | float)}
+    run.log({**numbers, "rows": table, **pictures})
+    directory, upload = run.directory, run.upload
+    run.close()
+    if directory is not None:
+        print(f"W&B run: {directory}" + (f", upload it: {upload}" if upload else ""))
+
+
+def walk(
+    found: Any, depth: int = 99, keys: tuple[str, ...] = (), *, whole: Sequence[str] = ()
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every entry of nested mappings, as deep as asked, behind its keys; mappings with a key of `whole` are entries."""
+    if not isinstance(found, Mapping) or len(keys) == depth or any(key in found for key in whole):
+        yield keys, found
+        return
+    for key, inner in found.items():
+        yield from walk(inner, depth, (*keys, key), whole=whole)
+
+
+def leaves(found: Any, *names: str) -> Iterator[dict[str, Any]]:
+    """A row for each entry of so many nested mappings: under `names` the keys that lead to it, and its ``value``."""
+    for keys, value in walk(found, len(names)):
+        yield {**dict(zip(names, keys, strict=True)), "value": value}
+
+
 def table(rows: Sequence[Row], columns: str) -> list[list[str]]:
     """A head, and a line for each row, of columns such as ``method context seconds:ms busy:%``.
 
@@ -77,16 +117,15 @@ def table(rows: Sequence[Row], columns: str) -> list[list[str]]:
     cells = []
     for column in columns.split():
         name, _, unit = column.partition(":")
-        shown = [_cell(_at(row, name), unit) for row in rows]
-        if any(cell != "-" for cell in shown):
+        shown = []
+        for row in rows:
+            found: Any = row
+            for key in name.split("."):
+                found = found.get(key) if isinstance(found, Mapping) else None
+            shown.append(_cell(found, unit))
+        if set(shown) != {"-"}:
             cells.append([f"{name} {unit}".strip(), *shown])
     return [list(line) for line in zip(*cells, strict=True)]
-
-
-def _at(found: Any, keys: str) -> Any:
-    for key in keys.split("."):
-        found = found.get(key) if isinstance(found, Mapping) else None
-    return found
 
 
 def _cell(found: Any, unit: str) -> str:
@@ -97,19 +136,20 @@ def _cell(found: Any, unit: str) -> str:
         found = max(sum(rank.values()) if isinstance(rank, Mapping) else rank for rank in found)
     elif isinstance(found, list) and found and all(isinstance(each, int | float) for each in found):
         found = {"min": min, "max": max}.get(unit, median)(found)
+    if isinstance(found, str | bool):
+        return str(found)
     if isinstance(found, int) and not unit:
-        return f"{found:,}" if not isinstance(found, bool) else str(found)
+        return f"{found:,}"
     if isinstance(found, int | float):
         return f"{found:,.0f}" if not unit and abs(found) >= 1e4 else format(factor * found, form)
-    return found if isinstance(found, str) else "-"
+    return "-"
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:
     """Cells in columns: the first to the left, all others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(cells))
-        for cells in ([*zip(line, widths, strict=True)] for line in lines)
+        "  ".join(f"{cell:{'>' if place else '<'}{widths[place]}}" for place, cell in enumerate(line)) for line in lines
     )
 
 
@@ -119,34 +159,46 @@ def show(rows: Sequence[Row], columns: str, title: str = "") -> None:
         print(f"\n{title}\n{align(table(rows, columns))}" if title else f"\n{align(table(rows, columns))}")
 
 
-def leaves(found: Any, *names: str) -> Iterator[dict[str, Any]]:
-    """A row for each entry of so many nested mappings: under `names` the keys that lead to it, and its ``value``."""
-    if not names:
-        yield {"value": found}
-        return
-    for key, inner in found.items():
-        for row in leaves(inner, *names[1:]):
-            yield {names[0]: key, **row}
-
-
-def show_summary(summary: Mapping[str, Any], *parts: str) -> None:
+def show_summary(summary: Row, *parts: str) -> None:
     """Print all numbers and intervals in a summary, or some parts of it, each behind the keys that lead to it."""
+    chosen = {name: summary[name] for name in parts or summary if name in summary}
+    found = [(keys, _cell(value, "")) for keys, value in walk(chosen, whole=("value",)) if not isinstance(value, list)]
+    if lines := [["  ".join(keys), shown] for keys, shown in found if shown != "-"]:
+        print(f"\n{align(lines)}")
 
-    def lines(found: Any, *keys: str) -> Iterator[list[str]]:
-        if isinstance(found, Mapping) and "value" not in found:
-            for key, inner in found.items():
-                yield from lines(inner, *keys, key)
-        elif (shown := _cell(found, "")) != "-" and not isinstance(found, list):
-            yield ["  ".join(keys), shown]
 
-    if found := list(lines({name: summary[name] for name in parts or summary if name in summary})):
-        print(f"\n{align(found)}")
+def run_parts(
+    parts: Mapping[str, Any], arguments: argparse.Namespace, may_fail: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], dict[str, Any], list[Chart]]:
+    """Rows, summary and charts of the parts that are asked for, each of which measures and then reports its rows.
+
+    What `may_fail` is in the summary's ``not_run``, with the reason.
+    """
+    rows: list[dict[str, Any]] = []
+    summary: dict[str, Any] = {"not_run": {}} if may_fail else {}
+    charts: list[Chart] = []
+    for name in arguments.parts:
+        measure, report = parts[name]
+        try:
+            found = measure(arguments)
+        except MegaKVError as error:
+            if name not in may_fail:
+                raise
+            summary["not_run"][name] = str(error)
+            print(f"{name}: not measured: {error}", file=sys.stderr)
+            continue
+        own, drawn = report(found)
+        rows += [{"part": name, **row} for row in found]
+        summary |= own
+        charts += drawn
+    show_summary(summary)
+    return rows, summary, charts
 
 
 class Parts:
     """A folder with a file for every case, kept as it is measured; those of another `identity` are not read."""
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any]):
+    def __init__(self, folder: Path, identity: Row):
         self.folder = folder
         self.identity = json.loads(json.dumps(identity))
 
@@ -161,7 +213,7 @@ class Parts:
             return None
         return found["part"] if found.get("identity") == self.identity else None
 
-    def write(self, name: str, part: Mapping[str, Any]) -> None:
+    def write(self, name: str, part: Row) -> None:
         write_json(self.path(name), {"identity": self.identity, "part": part})
 
     def all(self, prefix: str = "") -> dict[str, dict[str, Any]]:

@@ -11,9 +11,10 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self, TextIO
@@ -25,13 +26,9 @@ from .links import ROOT, unavailable
 
 WORKERS = Path(__file__).with_name("rival_workers")
 ENVIRONMENTS = ROOT / ".rivals"
-START_S = 900.0
-"""Of a worker: vLLM compiles."""
-TURN_S = 900.0
-END_S = 20.0
+START_S, TURN_S, END_S = 900.0, 900.0, 20.0  # To start, vLLM compiles
 RATE = "1gbit"
-CORES = 2
-"""For every rival; MegaKV and DeepSpeed have them as two ranks, too."""
+CORES = 2  # For every rival; MegaKV and DeepSpeed have them as two ranks, too
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ RIVALS = {
 
 @dataclass(frozen=True)
 class Turn:
-    """What a rival did with one prompt: seconds, tokens, and the peak memory of all its processes."""
+    """Answer of a rival to one prompt: seconds, tokens, and the peak memory of all its processes."""
 
     ttft_s: float
     ttit_s: float
@@ -74,17 +71,10 @@ class Turn:
 
 
 class Worker:
-    """A rival that has read the model and waits, asleep, for prompts.
-
-    Raises
-    ------
-    MegaKVError
-        If it cannot be had here, or ended: why.
-    """
+    """A rival that has read the model and waits, asleep; a MegaKVError says why it cannot be had, or ended."""
 
     def __init__(self, name: str, model: Path, dtype: str, *, cores: Sequence[int], positions: int):
-        rival = RIVALS[name]
-        self.name, self.rival = name, rival
+        rival = self.rival = RIVALS[name]
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="megakv-rival-")))
         settings: dict[str, Any] = {
@@ -113,38 +103,33 @@ class Worker:
         self._listening.bind(settings["socket"])
         self._listening.listen()
         command = [str(WORKERS / self.rival.worker), str(self._folder / "settings.json")]
-        threads = {"OMP_NUM_THREADS": str(settings["threads"]), "MKL_NUM_THREADS": str(settings["threads"])}
-        environ = {**os.environ, "DS_ACCELERATOR": "cpu", **threads}
+        environ = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(settings["threads"]))
         if self.rival.hosts:
-            self._start_on_hosts(command, threads)
+            from tests.hosts.cluster import Hosts
+
+            made = self._stack.enter_context(Hosts(count=self.rival.ranks, rate=RATE, env=environ))
+            running = made.start_deepspeed(*command)
+            self._ended, self._said = running.ended, lambda: running.stdout + running.stderr
         elif self.rival.ranks > 1:
             launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(self.rival.ranks)]
+            launcher += ["--master-port", str(free_port())]
             # As DeepSpeed's own launcher says it: its shared-memory sums crash without it.
-            environ["LOCAL_SIZE"] = str(self.rival.ranks)
-            self._start_process([str(python), *launcher, "--master-port", str(free_port()), *command], environ)
+            self._start_process([str(python), *launcher, *command], environ | {"LOCAL_SIZE": str(self.rival.ranks)})
         else:
-            alone = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1"}
-            self._start_process([str(python), *command], {**environ, **alone, "LOCAL_RANK": "0"})
+            environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "1"}
+            self._start_process([str(python), *command], environ | {"RANK": "0", "LOCAL_RANK": "0"})
         ready = sorted((self._accept() for _ in range(self.rival.ranks)), key=lambda each: each[0]["rank"])
         self.facts = ready[0][0]["facts"]
         self._ranks = [(link, lines) for _, link, lines in ready]
 
     def _start_process(self, command: list[str], environ: Mapping[str, str]) -> None:
+        env = {**os.environ, "DS_ACCELERATOR": "cpu", **environ}
         with open(self._folder / "log", "wb") as log:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environ, start_new_session=True
-            )
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
+            process = subprocess.Popen(command, env=env, start_new_session=True, **streams)
         self._ended = lambda: process.poll() is not None
         self._said = lambda: (self._folder / "log").read_text(errors="replace")
         self._stack.callback(end, process)
-
-    def _start_on_hosts(self, command: list[str], environ: dict[str, str]) -> None:
-        from tests.hosts.cluster import Hosts
-
-        made = self._stack.enter_context(Hosts(count=self.rival.ranks, rate=RATE, env=environ))
-        running = made.start_deepspeed(*command)
-        self._ended = running.ended
-        self._said = lambda: running.stdout + running.stderr
 
     def _accept(self) -> tuple[dict[str, Any], socket.socket, TextIO]:
         """A rank that is ready."""
@@ -178,7 +163,7 @@ class Worker:
         return found
 
     def _answers(self) -> list[dict[str, Any]]:
-        """Of all ranks, as they come: a rank that fails says why, while others would wait for it."""
+        """Answers of all ranks, as they come: a rank that fails says why, while others would wait for it."""
         waiting = {link: rank for rank, (link, _) in enumerate(self._ranks)}
         found: dict[int, dict[str, Any]] = {}
         while waiting:
@@ -204,10 +189,9 @@ class Worker:
         times, tokens = ranks[0]["times_s"], ranks[0]["tokens"]
         if len(tokens) != 1 + new_tokens:
             raise MegaKVError(f"gave {len(tokens)} tokens of the {1 + new_tokens} asked for")
-        steps = [after - before for before, after in zip(times, times[1:], strict=False)]
+        ttit_s = statistics.median(after - before for before, after in pairwise(times))
         peak = sum(rank["peak_rss_bytes"] for rank in ranks)
-        known = all(rank["peak_of_turn"] for rank in ranks)
-        return Turn(times[0], statistics.median(steps), tokens, peak, known)
+        return Turn(times[0], ttit_s, tokens, peak, all(rank["peak_of_turn"] for rank in ranks))
 
     def close(self) -> None:
         """End its processes."""
@@ -220,16 +204,31 @@ class Worker:
         self.close()
 
 
+def row_of(name: str, dtype: str, length: int, turns: Sequence[Turn], plain: Sequence[Turn]) -> dict[str, Any]:
+    """A row of the results; `plain` are transformers' turns with the same prompts."""
+    rival = RIVALS[name]
+    found: dict[str, Any] = {
+        "rival": name, "runs": rival.runs, "dtype": dtype, "weights": rival.weights or dtype, "context": length,
+        "ranks": rival.ranks, "threads": CORES // rival.ranks, "seconds": [turn.ttft_s for turn in turns],
+        "ttit_s": [turn.ttit_s for turn in turns], "peak_bytes": [turn.peak_bytes for turn in turns],
+        "peak_of_turn": all(turn.peak_of_turn for turn in turns), "tokens": [turn.tokens for turn in turns],
+    }  # fmt: skip
+    if plain:
+        # How many tokens answers begin with alike, in the worst round.
+        differs = [
+            next((at for at, (a, b) in enumerate(zip(one.tokens, same.tokens, strict=True)) if a != b), len(one.tokens))
+            for one, same in zip(turns, plain, strict=False)
+        ]
+        found |= {"equal_tokens": min(differs), "tokens_equal": min(differs) == len(turns[0].tokens)}
+    return found
+
+
 def end(process: subprocess.Popen[bytes]) -> None:
     """Workers end when their connections do; what is left of the process group after a while is killed."""
-    try:
+    with suppress(subprocess.TimeoutExpired):
         process.wait(END_S)
-    except subprocess.TimeoutExpired:
-        pass
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
@@ -237,16 +236,13 @@ def environment(rival: Rival) -> Path:
     """The rival's Python; why it cannot be had where there is none."""
     if rival.hosts and (reason := unavailable()):
         raise MegaKVError(reason)
-    if rival.environment is None:
-        return Path(sys.executable)
-    return environment_of(rival.environment)
+    return Path(sys.executable) if rival.environment is None else environment_of(rival.environment)
 
 
 def environment_of(name: str) -> Path:
     """The Python of an environment that rivals.sh makes; why it cannot be had where there is none."""
-    folder = ENVIRONMENTS / name
-    if (folder / "ready").exists():
-        return folder / "bin" / "python"
+    if (ENVIRONMENTS / name / "ready").exists():
+        return ENVIRONMENTS / name / "bin" / "python"
     failed = ENVIRONMENTS / f"{name}.failed"
     raise MegaKVError(failed.read_text().strip() if failed.exists() else "run `bash benchmarks/rivals.sh` first")
 
@@ -255,47 +251,6 @@ def gguf(model: Path, kind: str) -> str:
     """The GGUF file of a model's weights in a type."""
     path = ENVIRONMENTS / "llama_cpp" / model.name / f"{kind}.gguf"
     if not path.exists():
-        raise MegaKVError(
-            f"there is no GGUF file of {model.name} in {kind}; benchmarks/rivals.sh makes those of SmolLM2"
-        )
+        makes = "benchmarks/rivals.sh makes those of SmolLM2"
+        raise MegaKVError(f"there is no GGUF file of {model.name} in {kind}; {makes}")
     return str(path)
-
-
-def prompts(model: Path, document: Path, length: int) -> Iterator[list[int]]:
-    """Prompts of a length, each from another place of a text on, so that nothing of one serves the next."""
-    from transformers import AutoTokenizer
-
-    ids: list[int] = AutoTokenizer.from_pretrained(model)(document.read_text())["input_ids"]
-    for start in range(0, len(ids), 97):
-        yield [ids[(start + place) % len(ids)] for place in range(length)]
-
-
-def row_of(
-    name: str, dtype: str, length: int, turns: Sequence[Turn], others: Mapping[str, Sequence[Turn]]
-) -> dict[str, Any]:
-    """A row of the results; `others` are the turns of all rivals with the same prompts."""
-    rival = RIVALS[name]
-    found: dict[str, Any] = {
-        "rival": name,
-        "runs": rival.runs,
-        "dtype": dtype,
-        "weights": rival.weights or dtype,
-        "context": length,
-        "ranks": rival.ranks,
-        "threads": CORES // rival.ranks,
-        "seconds": [turn.ttft_s for turn in turns],
-        "ttit_s": [turn.ttit_s for turn in turns],
-        "peak_bytes": [turn.peak_bytes for turn in turns],
-        "peak_of_turn": all(turn.peak_of_turn for turn in turns),
-        "tokens": [turn.tokens for turn in turns],
-    }
-    if plain := others.get("transformers"):
-        pairs = [(turn.tokens, same.tokens) for turn, same in zip(turns, plain, strict=False)]
-        found["equal_tokens"] = min(equal_start(*pair) for pair in pairs)
-        found["tokens_equal"] = all(one == other for one, other in pairs)
-    return found
-
-
-def equal_start(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two answers begin with alike."""
-    return next((place for place, pair in enumerate(zip(one, other, strict=True)) if pair[0] != pair[1]), len(one))

@@ -36,7 +36,7 @@ class Method:
         self._prepare = prepare
 
     def prepare(self) -> None:
-        """Bring about the state that every run starts from, before the clock does."""
+        """Bring about the state that every run starts from, before the clock starts."""
         for step in self._prepare:
             step()
 
@@ -53,11 +53,11 @@ class Method:
         return nullcontext({})
 
     def result(self, output: Any) -> Tensor | None:
-        """What all methods must agree on; None from a rank that took no part."""
+        """Result that all methods must agree on; None from a rank that took no part."""
         return None
 
     def facts(self, world: World, output: Any) -> dict[str, Any]:
-        """What the untimed run shows of the method. Every rank asks."""
+        """Facts about the method that the untimed run shows. Every rank asks."""
         return {}
 
 
@@ -65,8 +65,7 @@ class Agreement:
     """Methods are only compared if they compute the same: the first one's results are what the others must equal."""
 
     def __init__(self, world: World, dtype: str):
-        self._world = world
-        self._tolerance = TOLERANCE[dtype]
+        self._world, self._tolerance = world, TOLERANCE[dtype]
         self._first: tuple[str, Tensor] | None = None
 
     def check(self, name: str, result: Tensor | None) -> float:
@@ -99,20 +98,12 @@ class Samples:
         seconds, peaks, working = (list(column) for column in zip(*runs, strict=True))
         self.seconds.append(max(seconds))
         self.rank_seconds.append(seconds)
-        self.peak_bytes = [max(pair) for pair in zip(self.peak_bytes or peaks, peaks, strict=True)]
-        self.working_bytes = [max(pair) for pair in zip(self.working_bytes or working, working, strict=True)]
+        self.peak_bytes = [*map(max, self.peak_bytes or peaks, peaks)]
+        self.working_bytes = [*map(max, self.working_bytes or working, working)]
 
     def to_row(self, **context: Any) -> dict[str, Any]:
-        return {
-            "method": self.method,
-            **context,
-            "seconds": self.seconds,
-            "bytes_sent": self.bytes_sent,
-            "peak_bytes": self.peak_bytes,
-            "working_bytes": self.working_bytes,
-            "rank_seconds": self.rank_seconds,
-            **self.facts,
-        }
+        own = {name: value for name, value in vars(self).items() if name not in ("method", "facts")}
+        return {"method": self.method, **context, **own, **self.facts}
 
 
 def measure(

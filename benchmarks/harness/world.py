@@ -44,8 +44,7 @@ def join_world(threads: int, *, shared_memory: bool, timeout_s: float) -> World:
     """Join the other ranks."""
     torch.set_num_threads(threads)
     start_distributed(tp_only=shared_memory, timeout_s=timeout_s)
-    device = torch.device(get_accelerator().current_device_name())
-    return World(dist.get_rank(), dist.get_world_size(), device)
+    return World(dist.get_rank(), dist.get_world_size(), torch.device(get_accelerator().current_device_name()))
 
 
 @contextlib.contextmanager

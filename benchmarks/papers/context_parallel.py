@@ -140,7 +140,7 @@ def ttit(constants: Constants, context: int, *, cp: int, tp: int) -> float:
 
 
 def flops_per_gpu(seconds: float, *, gpus: int) -> float:
-    """What each GPU reached in a prefill of a million tokens, counted as in Appendix A."""
+    """Operations a second of each GPU in a prefill of a million tokens, counted as in Appendix A."""
     model = _model()
     attention = len(model.layers) * attention_flops(model.attention(), MILLION, 0, causal=True)
     return (2 * model.parameters * MILLION + attention) / seconds / gpus
@@ -166,7 +166,7 @@ def tipping_point(constants: Constants, *, total: int, cp: int) -> float:
 
 
 def around_the_tipping_point(constants: Constants, breakdown: Table, *, total: int = 128_000) -> dict[str, float]:
-    """What the paper says beside it: at 5% the two differ by less than 1%; below 3.25% the exchange is exposed.
+    """Statements of the paper beside it: at 5% the two differ by less than 1%; below 3.25% the exchange is exposed.
 
     Its Equation 5, with the rates that its own times imply, is below both, and so are the times of its Table 5.
     """

@@ -61,7 +61,7 @@ def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> Layer
 
 
 def implied_flops(cell: Cell) -> float:
-    """What Table 1's compute column says an A100 does per second: its cache's keys and values, from activations."""
+    """Operations a second of an A100 by Table 1's compute column: its cache's keys and values, from activations."""
     model = model_shape(cell.setting["model"])
     tokens = BATCH // 2 * 1024
     return 4 * tokens * model.hidden * model.kv_heads * model.key_dim / cell.value

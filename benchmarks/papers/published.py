@@ -56,9 +56,12 @@ class Cell:
     row: int
     column: int
 
+    def __hash__(self) -> int:
+        return hash((self.table.name, self.row, self.column))
+
     @property
     def setting(self) -> dict[str, Any]:
-        """What the value was measured with."""
+        """Setting that the value was measured with."""
         return {**self.table.rows[self.row], **self.table.columns[self.column]}
 
     @property
@@ -70,7 +73,7 @@ class Cell:
 
     @property
     def use(self) -> Use:
-        """What the value serves for."""
+        """Purpose that the value serves."""
         return self.table.use(self.row, self.column)
 
 

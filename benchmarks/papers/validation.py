@@ -8,12 +8,9 @@ from functools import partial
 from statistics import median
 from typing import Any
 
-from . import context_parallel, fairkv, offload
+from . import context_parallel, fairkv, offload, runahead
 from .fit import at_bounds, fitted
 from .published import Cell, Headline, Table, cells_of, pairs_of
-from .runahead import CONSTANTS as RUNAHEAD_CONSTANTS
-from .runahead import NAMES as RUNAHEAD_NAMES
-from .runahead import RunaheadTables
 
 HEADLINE_BAR = 0.15
 FAIRKV_HEADLINE = "fairkv_throughput"
@@ -24,31 +21,26 @@ class Validation:
     """Predictions of all tables."""
 
     tables: Mapping[str, Table]
-    predicted: dict[tuple[str, int, int], float] = field(default_factory=dict)  # By table, row and column
+    predicted: dict[Cell, float] = field(default_factory=dict)
     constants: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # Fitted, by group of tables that share them
-    # Of these, the names of those whose search ended at a bound
-    at_bounds: dict[str, list[str]] = field(default_factory=dict)
+    at_bounds: dict[str, list[str]] = field(default_factory=dict)  # Of these, those whose search ended at a bound
     headlines: dict[str, Headline] = field(default_factory=dict)  # By name
 
     def cells(self, names: Sequence[str]) -> list[Cell]:
         return [cell for name in names for cell in cells_of(self.tables[name])]
 
-    def of(self, cell: Cell) -> float:
-        """The prediction of a cell."""
-        return self.predicted[cell.table.name, cell.row, cell.column]
-
     def error(self, cell: Cell) -> float:
         """Predicted over published, less one."""
-        return self.of(cell) / cell.value - 1
+        return self.predicted[cell] / cell.value - 1
 
     def add(self, cells: Sequence[Cell], predict: Callable[[Cell], float]) -> None:
         """Predict some cells."""
-        self.predicted |= {(cell.table.name, cell.row, cell.column): predict(cell) for cell in cells}
+        self.predicted |= {cell: predict(cell) for cell in cells}
 
     def right(self, pair: tuple[Cell, Cell]) -> bool:
         """Whether the faster one of a pair is predicted to be."""
         one, other = pair
-        return (self.of(one) < self.of(other)) == (one.value < other.value)
+        return (self.predicted[one] < self.predicted[other]) == (one.value < other.value)
 
     def median_error(self, cells: Sequence[Cell], use: str) -> float | None:
         errors = [abs(self.error(cell)) for cell in cells if cell.use == use]
@@ -58,10 +50,11 @@ class Validation:
 def validate(tables: Mapping[str, Table]) -> Validation:
     """Fit and predict everything."""
     found = Validation(tables)
-    chains = RunaheadTables()
+    chains = runahead.RunaheadTables()
+    rings, chain = context_parallel.CONSTANTS, runahead.CONSTANTS
     for group, names, constants, fit, predict in (
-        ("runahead", RUNAHEAD_NAMES, RUNAHEAD_CONSTANTS, chains.fit, chains.predict),
-        ("context_parallel", context_parallel.NAMES, context_parallel.CONSTANTS, None, context_parallel.predict),
+        ("runahead", runahead.NAMES, chain, chains.fit, chains.predict),
+        ("context_parallel", context_parallel.NAMES, rings, None, context_parallel.predict),
         ("kvpr_a100", offload.LARGE_GPU, offload.CONSTANTS, None, offload.predict),
         ("kvpr_rtx5000", offload.SMALL_GPU, offload.SMALL_CONSTANTS, None, offload.predict),
     ):
@@ -69,8 +62,8 @@ def validate(tables: Mapping[str, Table]) -> Validation:
         values = found.constants[group] = fitted(known, constants, predict) if fit is None else fit(known)
         found.at_bounds[group] = at_bounds(values, constants)
         found.add(known, partial(predict, constants=values))
-    rings = found.constants["context_parallel"]
-    found.headlines |= context_parallel.headlines(rings, tables[context_parallel.WHOLE_PROMPTS])
+    whole = tables[context_parallel.WHOLE_PROMPTS]
+    found.headlines |= context_parallel.headlines(found.constants["context_parallel"], whole)
 
     known = found.cells(fairkv.NAMES)
     skews = found.constants["fairkv"] = fairkv.fit(known)
@@ -84,21 +77,12 @@ def validate(tables: Mapping[str, Table]) -> Validation:
 
 def rows_of(found: Validation) -> list[dict[str, Any]]:
     """Every predicted cell."""
-    return [
-        {
-            "paper": cell.table.paper,
-            "source": cell.table.source,
-            "table": cell.table.name,
-            "setting": cell.setting,
-            "use": cell.use,
-            "unit": cell.table.unit,
-            "published": cell.value,
-            "predicted": found.of(cell),
-            "error": found.error(cell),
-        }
-        for cell in found.cells(list(found.tables))
-        if (cell.table.name, cell.row, cell.column) in found.predicted
-    ]
+    rows = []
+    for cell in [cell for cell in found.cells(list(found.tables)) if cell in found.predicted]:
+        place = {"paper": cell.table.paper, "source": cell.table.source, "table": cell.table.name}
+        row = {**place, "setting": cell.setting, "use": cell.use, "unit": cell.table.unit, "published": cell.value}
+        rows.append({**row, "predicted": found.predicted[cell], "error": found.error(cell)})
+    return rows
 
 
 def summarise(found: Validation) -> dict[str, Any]:
@@ -107,6 +91,12 @@ def summarise(found: Validation) -> dict[str, Any]:
     cells = [cell for cell in found.cells(list(tables)) if cell.use != "reported"]
     pairs = [pair for table in tables.values() for pair in pairs_of(table)]
     wrong = [pair for pair in pairs if not found.right(pair)]
+    headlines = {}
+    for name, each in found.headlines.items():
+        error = each.predicted / each.published - 1
+        headlines[name] = {**asdict(each), "error": error, "within_bar": abs(error) <= HEADLINE_BAR}
+    breakdown = tables[context_parallel.BREAKDOWN]
+    recomputed = [cell for cell in cells_of(tables["kvpr_table_1"]) if cell.setting["part"] == "recomputation"]
     return {
         "held_out_median_error": found.median_error(cells, "held_out"),
         "fitted_median_error": found.median_error(cells, "fitted"),
@@ -118,29 +108,20 @@ def summarise(found: Validation) -> dict[str, Any]:
             "wrong": [
                 {
                     "table": pair[0].table.name,
-                    "cells": [{**c.setting, "published": c.value, "predicted": found.of(c)} for c in pair],
+                    "cells": [{**c.setting, "published": c.value, "predicted": found.predicted[c]} for c in pair],
                 }
                 for pair in wrong
             ],
         },
-        "headlines": {
-            name: {
-                **asdict(each),
-                "error": (error := each.predicted / each.published - 1),
-                "within_bar": abs(error) <= HEADLINE_BAR,
-            }
-            for name, each in found.headlines.items()
-        },
+        "headlines": headlines,
         "constants": found.constants,
         "constants_at_bounds": found.at_bounds,
         "reported": {
             "context_parallel_tipping_point": context_parallel.around_the_tipping_point(
-                found.constants["context_parallel"], tables[context_parallel.BREAKDOWN]
+                found.constants["context_parallel"], breakdown
             ),
             "kvpr_table_1_recomputation_flops": [
-                {**cell.setting, "implied_flops": offload.implied_flops(cell)}
-                for cell in cells_of(tables["kvpr_table_1"])
-                if cell.setting["part"] == "recomputation"
+                {**cell.setting, "implied_flops": offload.implied_flops(cell)} for cell in recomputed
             ],
             "notes": {table.name: table.note for table in tables.values() if table.note},
         },

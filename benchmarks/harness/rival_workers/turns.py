@@ -1,4 +1,4 @@
-"""What the worker of every rival does: it joins the benchmark and answers one prompt after the other.
+"""Turns of every rival's worker: it joins the benchmark and answers one prompt after the other.
 
 Workers run in their rivals' environments, so this file needs the standard library alone. A worker is told its settings
 in the JSON file that its command line names, and speaks JSON lines over a socket in the file system, which libraries

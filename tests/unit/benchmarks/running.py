@@ -1,11 +1,16 @@
 """Benchmarks started as a user starts them, with a model that takes no time."""
 
+import io
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from importlib import import_module
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.distributed.launch import Result, run_forked
 from tests.patience import Patience
@@ -44,6 +49,15 @@ def outputs(process: subprocess.Popen[str], timeout: float) -> tuple[str, str]:
                 write_stacks([*started.children(recursive=True), started])
                 show(process.communicate()[1])
                 raise
+
+
+def refusal(script: str, argv: Sequence[str | Path]) -> str:
+    """What a script of the folder says of arguments that it refuses, before it does anything."""
+    module, said = import_module(f"benchmarks.{script.removesuffix('.py')}"), io.StringIO()
+    with pytest.raises(SystemExit) as ended, redirect_stderr(said):
+        module.parse_arguments([*map(str, argv)])
+    assert ended.value.code == 2
+    return said.getvalue()
 
 
 def fork_benchmark(script: str, *argv: str | Path, timeout: float = 120, env: dict[str, str] | None = None) -> Result:

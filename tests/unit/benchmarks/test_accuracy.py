@@ -9,9 +9,19 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.harness.answers import Batch, load_model, ways_of
+from benchmarks.harness.accuracy.answers import Batch, load_model, ways_of
+from benchmarks.harness.accuracy.ruler import (
+    ALL,
+    EXACT,
+    METHODS,
+    Item,
+    by_length,
+    compare_tokens,
+    read_items,
+    rows_of,
+    share,
+)
 from benchmarks.harness.methods import Peers
-from benchmarks.harness.ruler import ALL, EXACT, METHODS, Item, by_length, compare_tokens, read_items, rows_of, share
 from benchmarks.harness.world import World
 from megakv.fairkv import methods
 from tests.unit.benchmarks.running import fork_benchmark
@@ -59,7 +69,7 @@ def test_rows_and_summary() -> None:
 
 def test_shared_reading_is_like_reading_whole(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
     """A method answers from a prompt that others have read as from one that it reads itself."""
-    monkeypatch.setattr("benchmarks.harness.answers.PIECE_TOKENS", 150)
+    monkeypatch.setattr("benchmarks.harness.accuracy.answers.PIECE_TOKENS", 150)
     model, _ = load_model(str(MODEL), "fp32")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     items = [Item("fwe", 200, text(words), ("never said",)) for words in (110, 117)]
@@ -101,7 +111,7 @@ def test_tiny_run(tmp_path: Path) -> None:
     assert summary["best_method_at_budget"]["240"] == {"40": ["headkv"]}
     assert summary["heads"]["mean_share"][0] == [0.1, 0.2, 0.3, 0.4]
     assert [row["items"] for row in report["rows"] if row["method"] == EXACT] == [2, 2, 1, 1]
-    for name in ("accuracy.png", "accuracy.240.png", "accuracy.heads.png"):
+    for name in ("accuracy.png", "accuracy.240.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     # What is kept is not measured again.
     written = {file: file.stat().st_mtime_ns for file in parts.iterdir()}

@@ -13,11 +13,10 @@ from benchmarks.harness.breakdown import attention_times, split_phases
 from benchmarks.harness.models import random_layers, single_caches
 from benchmarks.harness.predictions import predicted_anew
 from megakv.tracking.measurements import Event
-from tests.unit.benchmarks.running import fork_benchmark, run_benchmark, tiny
+from tests.unit.benchmarks.running import fork_benchmark, refusal, tiny
 
 TINY = tiny(heads=4, kv_heads=4)
 SINGLE = ["single", "single_idle", "in_place", "in_place_idle"]
-run = partial(run_benchmark, "decode.py")
 fork = partial(fork_benchmark, "decode.py")
 
 
@@ -64,7 +63,6 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
                 assert 0 < found["low"] <= found["value"] <= found["high"]
         best = report["summary"]["best"][batch]
         assert best["largest_ratio"] == max(found["value"] for found in methods[best["method"]].values())
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert "Seconds per token" in done.stdout and "seconds ms" in done.stdout
 
 
@@ -79,8 +77,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
-    done = run(*argv, timeout=20)
-    assert done.returncode == 2 and named in done.stderr
+    assert named in refusal("decode.py", argv)
 
 
 def test_caches_that_do_not_fit_are_refused() -> None:

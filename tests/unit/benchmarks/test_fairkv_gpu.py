@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.benchmarks.running import fork_benchmark, run_benchmark
+from tests.unit.benchmarks.running import fork_benchmark, refusal
 
-run = partial(run_benchmark, "fairkv_gpu.py")
 fork = partial(fork_benchmark, "fairkv_gpu.py")
 
 
@@ -30,8 +29,6 @@ def test_tiny_run(tmp_path: Path) -> None:
     for part in report["summary"].values():
         assert {degree: list(cells) for degree, cells in part.items()} == {"2": ["9", "33"], "4": ["9", "33"]}
         assert set(part["4"]["33"]["speedup"]) == {"dp2", "split3"}
-    for name in ("gain.tp2", "busy.tp2", "gain.tp4", "busy.tp4"):
-        assert path.with_suffix(f".{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -43,5 +40,4 @@ def test_tiny_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused_at_once(argv: list[str], named: str) -> None:
-    done = run(*argv, timeout=30)
-    assert done.returncode == 2 and named in done.stderr
+    assert named in refusal("fairkv_gpu.py", argv)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.benchmarks.running import run_benchmark
+from tests.unit.benchmarks.running import refusal, run_benchmark
 
 run = partial(run_benchmark, "fairkv_virtual_ranks.py")
 SHAPE = "--kv-heads 4 --group 2 --head-dim 16 --hidden 128 --intermediate 64 --layers 2 --dtype fp32".split()
@@ -44,7 +44,6 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert summary["predicted_gain"][name]["time"] >= 1 - 1e-9
         (copies, ratio), *_ = summary["batch_over_tokens"][name].items()
         assert copies == "1" and ratio["value"] == pytest.approx(step(own["dp1"]) / step(own["split1"]))
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "virtual.profiles" / "1.json").exists()
 
 
@@ -58,5 +57,4 @@ def test_tiny_run(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused_at_once(argv: list[str], named: str) -> None:
-    done = run(*argv, timeout=60)
-    assert done.returncode == 2 and named in done.stderr
+    assert named in refusal("fairkv_virtual_ranks.py", argv)

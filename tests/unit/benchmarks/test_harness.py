@@ -137,7 +137,7 @@ def test_report_chart_and_table(tmp_path: Path) -> None:
 
     path = tmp_path / "sub" / "r.json"
     arguments = argparse.Namespace(ranks=2, json=str(path), wandb=None)
-    charts = [bars(name, rows, "method", own="method", title="t", subtitle="s", unit="s") for name in ("", "x", "x")]
+    charts = [bars(name, rows, "method", own="method", title="t", subtitle="s", x_label="s") for name in ("", "x", "x")]
     publish(arguments, "b", describe_machine(), rows, {"s": 1}, charts)
     report = json.loads(path.read_text())
     assert list(report) == ["benchmark", "machine", "versions", "args", "rows", "summary"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.benchmarks.running import run_benchmark
+from tests.unit.benchmarks.running import refusal, run_benchmark
 
 run = partial(run_benchmark, "host_attention.py")
 
@@ -31,7 +31,6 @@ def test_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(row["seconds"]) == len(row["read_seconds"]) == 3
         assert row["gb_s"] > 0 and row["read_gb_s"] > 0
     assert report["summary"]["lowest_share"] == min(row["share"] for row in rows)
-    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     [directory] = tmp_path.glob("wandb/offline-run-*")
     assert f"W&B run: {directory}, upload it: wandb sync {directory}" in done.stdout
     [log] = directory.glob("run-*.wandb")
@@ -40,7 +39,6 @@ def test_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [table] = directory.glob("files/media/table/rows_*.json")
     data = json.loads(table.read_text())
     assert {"threads", "gb_s", "seconds/p50", "seconds/p99"} < set(data["columns"]) and len(data["data"]) == len(rows)
-    assert list(directory.glob("files/media/images/charts/host_*.png"))
     assert "bf16, 3 KV heads, 2 threads" in done.stdout and "lowest_share" in done.stdout
 
 
@@ -55,5 +53,4 @@ def test_tiny_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and message in done.stderr
+    assert message in refusal("host_attention.py", arguments)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.benchmarks.running import run_benchmark
+from tests.unit.benchmarks.running import refusal, run_benchmark
 
 run = partial(run_benchmark, "limits.py")
 
@@ -35,7 +35,6 @@ def test_tiny_run(tmp_path: Path) -> None:
     for kind in ("fp32", "bf16"):
         shares = [row["share"]["value"] for row in rows if row["dtype"] == kind]
         assert report["summary"]["attention_share"][kind] == min(shares)
-        assert path.with_suffix(f".attention.{kind}.png").read_bytes().startswith(b"\x89PNG")
     assert "4:2 heads of 20" in done.stdout and "attention_share" in done.stdout
 
 
@@ -63,9 +62,9 @@ def test_a_token_beside_transformers_own(tmp_path: Path) -> None:
         "--parts", "around", "--context", "50", "--dtypes", "bf16", "--threads", "1", "--repeats", "1", "--json", path
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    small, long = json.loads(path.read_text())["rows"]
+    small, long, *questions = json.loads(path.read_text())["rows"]
     assert small["ratio"]["value"] == pytest.approx(small["seconds"][0] / small["plain_seconds"][0])
-    assert len(long["in_place_seconds"]) == 1
+    assert len(long["in_place_seconds"]) == 1 and [row["case"][-2:] for row in questions] == ["12", "48"]
 
 
 @pytest.mark.full
@@ -91,5 +90,4 @@ def test_a_token_of_two_ranks_beside_one_s(tmp_path: Path) -> None:
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode == 2 and message in done.stderr
+    assert message in refusal("limits.py", arguments)

@@ -1,11 +1,6 @@
 """benchmarks/lookup.py: the command that its documentation names is one that it takes."""
 
-import sys
-
-from tests.unit.benchmarks.running import BENCHMARKS
-
-sys.path.append(str(BENCHMARKS))
-from lookup import parse_arguments  # noqa: E402
+from benchmarks.lookup import parse_arguments
 
 
 def test_defaults_are_allowed() -> None:

@@ -1,19 +1,16 @@
 """benchmarks/serving.py: tiny real runs through the command and HTTP, its traces, and what is refused."""
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from benchmarks import serving
+from benchmarks.harness.serving.trace import BLOCK, generated, read_trace, unbounded
 from tests.distributed.launch import ROOT
-from tests.unit.benchmarks.running import BENCHMARKS, run_benchmark
-
-sys.path.append(str(BENCHMARKS))
-from harness.serving_conversations import BLOCK, generated, read_trace  # noqa: E402
-from harness.serving_trace import unbounded  # noqa: E402
+from tests.unit.benchmarks.running import refusal, run_benchmark
 
 MODEL = ROOT / "recipes" / "passkey" / "model"
 run = partial(run_benchmark, "serving.py", timeout=280)
@@ -88,10 +85,19 @@ def test_an_unbounded_cache_has_all_beginnings() -> None:
     ("arguments", "message"),
     [
         (["--parts", "nothing"], "--parts nothing: allowed: each of answers, gaps"),
-        (["--model", "nowhere"], "--model nowhere: there is no config.json"),
-        (["--model", MODEL, "--prompt", "20000"], "--prompt 20000: the model's positions leave 16128"),
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:
-    done = run(*arguments)
-    assert done.returncode in (1, 2) and message in done.stderr
+    assert message in refusal("serving.py", arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nowhere"], "--model nowhere: there is no config.json"),
+        (["--model", str(MODEL), "--prompt", "20000"], "--prompt 20000: the model's positions leave 16128"),
+    ],
+)
+def test_what_a_model_cannot_do(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        serving.run(serving.parse_arguments(arguments))
