@@ -34,13 +34,15 @@ megakv_is_ready() { [ -f "$megakv_venv/stamp" ] && [ "$(megakv_stamp)" = "$(cat 
 
 # The python to build on: the one asked for, the active environment's, or the first on PATH that is new enough.
 megakv_find_python() {
-    local candidate active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
+    local candidate found active=${VIRTUAL_ENV:-${CONDA_PREFIX:-}}
     [ "$active" != "$megakv_venv" ] || active=
     for candidate in ${PYTHON:+"$PYTHON"} ${active:+"$active/bin/python"} \
         python3 python3.13 python3.12 python3.11 python3.14 python; do
-        case "$(type -P "$candidate")" in '' | "$megakv_venv"/*) continue ;; esac
-        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
-            type -P "$candidate"
+        # Where this .venv is active its own python comes first on PATH, and others behind.
+        mapfile -t found < <(type -aP "$candidate" | grep -vF "$megakv_venv/")
+        [ ${#found[@]} -gt 0 ] || continue
+        if "${found[0]}" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            printf '%s\n' "${found[0]}"
             return
         fi
         if [ "$candidate" = "${PYTHON:-}" ] || [ "$candidate" = "$active/bin/python" ]; then
