@@ -26,8 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("time", "barrier", "equation4", "algorithm2"),
         help="time: predicted seconds of a step (default with --hardware); barrier: the slowest rank of every layer "
         "(default without); equation4: the paper's, the largest sum over layers; algorithm2: the paper's listing, the "
-        "fullest less the emptiest rank of every layer; requests: the barrier for the profile's single prompts, each "
-        "with its own split",
+        "fullest less the emptiest rank of every layer",
     )
     parser.add_argument("--hardware", help="predict steps on this machine: a hardware profile, a data sheet, or a name")
     parser.add_argument("--batch", type=int, help="sequences that a predicted step decodes (default 1)")
