@@ -36,8 +36,7 @@ def register_prefill_method(
     name
         Value in the JSON.
     make
-        Class of the method, or a function without arguments that makes one, once for an engine:
-        `megakv.attention.method.AttentionMethod`.
+        Class of the method, or a function that makes it once for an engine: `megakv.attention.method.AttentionMethod`.
     contiguous
         Whether its ranks compute consecutive tokens, instead of balanced chunks.
     keys_stay
@@ -72,8 +71,10 @@ def register_offload_method(name: str, method: OffloadMethod) -> None:
     Raises
     ------
     ValueError
-        If the name is taken.
+        If the name is taken, or `method` is a class.
     """
+    if isinstance(method, type):
+        raise ValueError(f"offload method {name!r}: {method!r} is a class; allowed: what it makes, {method.__name__}()")
     OFFLOAD.register(name, method)
 
 

@@ -170,8 +170,11 @@ class LayerAttention:
         own = name if plan.outer is None else name + WITHIN
         if own in self.methods:
             return self.methods[own](call)
-        self.methods[own] = METHODS[name].make()
-        return _checked(name, self.methods[own](call), call)
+        method = METHODS[name].make()
+        result = _checked(name, method(call), call)
+        # One whose result is refused is looked at again in the next call.
+        self.methods[own] = method
+        return result
 
     def _compressed(self, plan: PassPlan, call: AttentionCall, lse_HL: Tensor) -> Mapping[int, Notes]:
         """Compress a turn that ends, or observe one that goes on; returns what was noted of it."""

@@ -20,6 +20,7 @@ import pytest
 from tests.distributed.large_bodies import MEBIBYTE, LargeBody, draw_body
 from tests.distributed.models import prose, save_model
 from tests.distributed.serving import NAME, Server
+from tests.patience import holds_within
 
 STREAMS = 4
 MOST_S = 120.0
@@ -187,6 +188,15 @@ def stopped_fork(parent: int, client: socket.socket) -> int | None:
             return None
 
 
+def knows(process: int, other: int) -> bool:
+    """Whether a process has hold of another one, which it may end."""
+    for path in Path(f"/proc/{process}/fdinfo").iterdir():
+        with suppress(OSError):
+            if f"Pid:\t{other}\n" in path.read_text():
+                return True
+    return False
+
+
 def test_a_client_that_left_ends_its_work_and_keeps_nobody_waiting(server: Server) -> None:
     [prompts] = server.first_rank.children()
     description = " ".join(random.choices(["aa", "ab", "ba"], k=200_000))
@@ -202,6 +212,8 @@ def test_a_client_that_left_ends_its_work_and_keeps_nobody_waiting(server: Serve
             client.sendall(f"{head}content-type: application/json\r\n\r\n".encode() + content)
             fork = stopped_fork(prompts.pid, client)
             if fork is not None:
+                # One that is stopped before its server knows which it is never ends.
+                assert holds_within(MOST_S, lambda fork=fork: knows(server.first_rank.pid, fork))
                 assert post(server, "/v1/chat/completions", json.dumps(short).encode()).status_code == 200
                 assert psutil.pid_exists(fork)
                 break

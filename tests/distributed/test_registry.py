@@ -9,6 +9,7 @@ import pytest
 
 import megakv
 from megakv.engine.config import load_config
+from megakv.offload.stream import Stream
 from tests.distributed.launch import ROOT, run_command
 from tests.distributed.models import prose, save_model
 
@@ -83,3 +84,8 @@ def test_a_method_is_registered_by_what_makes_it() -> None:
     for method in (lambda call: call, str.join):
         with pytest.raises(ValueError, match="attention method 'made': .* takes arguments; allowed: its class"):
             megakv.register_prefill_method("made", method)  # type: ignore[arg-type, unused-ignore]
+
+
+def test_an_offload_method_is_registered_made() -> None:
+    with pytest.raises(ValueError, match="offload method 'made': .*Stream'> is a class; allowed: .* Stream\\(\\)"):
+        megakv.register_offload_method("made", Stream)  # type: ignore[arg-type, unused-ignore]

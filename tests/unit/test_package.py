@@ -32,7 +32,10 @@ def test_help_takes_less_than_a_second() -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
 
 
-@pytest.mark.parametrize("file", ["py.typed", "__main__.py", "launcher/command.py", "csrc/decode.cpp"])
+PAGES = ["tracking/page.html", "serving/http/page.html"]
+
+
+@pytest.mark.parametrize("file", ["py.typed", "__main__.py", "launcher/command.py", "csrc/decode.cpp", *PAGES])
 def test_a_wheel_has(file: str, wheel: Path) -> None:
     assert (wheel / "megakv" / file).is_file()
 

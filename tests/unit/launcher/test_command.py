@@ -1,8 +1,10 @@
 """The ``megakv`` command: every subcommand is described, and none is imported before it is asked for."""
 
+import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,15 @@ def test_what_help_names_is_what_there_is():
     """Help does not import the methods that it names."""
     assert simulate.METHODS == simulated_prefill.METHODS and simulate.CHUNK_TOKENS == runahead.CHUNK_TOKENS
     assert fairkv_profile.UNEVEN == tuple(name for name, method in METHODS.items() if method.uneven)
+
+
+@pytest.mark.parametrize("name", SUMMARIES)
+def test_choices_that_help_explains_are_there(name):
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"megakv.launcher.commands.{name.replace('-', '_')}").add_arguments(parser)
+    for action in parser._actions:
+        explained = re.findall(r"(?:^|; )(\w+):", action.help or "") if action.choices else ()
+        assert set(explained) <= set(action.choices or ()), action.dest
 
 
 @pytest.mark.parametrize("name", SUMMARIES)
