@@ -2,7 +2,8 @@
 
 Each part runs a tree's own benchmark in a small form, with the tree's own environment. Trees alternate within a round,
 so that a machine that grows slower does so for all. A time of a later tree that is over the first one's by more than
---tolerance, beyond both intervals, is listed as slower.
+--tolerance, beyond both intervals, is listed as slower. Intervals are over processes: one of them may be 15% slower than the
+next for as long as it lives, by where its memory lies.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--quick", False, "shorter prompts, fewer streams")
     options.names("--parts", PARTS, ",".join(PARTS), "what to measure")
     options.add("--trees", str(ROOT), "checkouts with environments, the earliest first, separated by commas")
-    options.add("--rounds", {"": 2, "quick": 1}, "how often each part of each tree runs")
+    options.add("--rounds", {"": 3, "quick": 1}, "how often each part of each tree runs")
     options.add("--tolerance", 0.05, "how much slower a time may be", least=0)
     arguments = options.parse(argv)
     arguments.trees = [str(Path(tree).resolve()) for tree in arguments.trees.split(",")]
@@ -57,8 +58,8 @@ class Run:
 
     def made(self, *command: str) -> Any:
         """Result that a command of the tree writes."""
-        path = self._folder / "found.json"
-        path.unlink(missing_ok=True)
+        # A benchmark that was stopped goes on with what lies beside its result: every run has a folder of its own.
+        path = Path(tempfile.mkdtemp(dir=self._folder)) / "found.json"
         environ = {**os.environ, "PATH": f"{self._tree}/.venv/bin:{os.environ['PATH']}", "VIRTUAL_ENV": ""}
         environ["TORCH_EXTENSIONS_DIR"] = str(self._tree / ".venv/torch_extensions")
         whole = [*command, "--json", str(path)]
@@ -141,7 +142,7 @@ def report(arguments: argparse.Namespace, rows: Rows) -> Summary:
     """Medians by tree, and which times of later trees are slower than the first one's."""
     found: dict[tuple[str, str], dict[str, list[float]]] = {}
     for row in rows:
-        found.setdefault((row["part"], row["time"]), {}).setdefault(row["tree"], []).extend(row["seconds"])
+        found.setdefault((row["part"], row["time"]), {}).setdefault(row["tree"], []).append(median(row["seconds"]))
     first, *later = arguments.trees
     table, slower = [], []
     medians: Summary = {part: {} for part in arguments.parts}
