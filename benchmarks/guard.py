@@ -2,8 +2,8 @@
 
 Each part runs a tree's own benchmark in a small form, with the tree's own environment. Trees alternate within a round,
 so that a machine that grows slower does so for all. A time of a later tree that is over the first one's by more than
---tolerance, beyond both intervals, is listed as slower. Intervals are over processes: one of them may be 15% slower than
-the next for as long as it lives, by where its memory lies.
+--tolerance, beyond both intervals, is listed as slower. Intervals are over processes: one may be 15% slower than the
+next for as long as it lives, by where its memory lies.
 """
 
 from __future__ import annotations
