@@ -36,8 +36,8 @@ check ruff format --check .
 typed=$!
 
 echo "== pytest $*"
-# Tests wait for processes to start, for messages and for clocks: seven files at a time keep two cores busy.
-pytest -n 7 --dist loadfile --no-loadscope-reorder "$@" </dev/null
+# Tests wait for processes to start, for messages and for clocks: five files at a time keep two cores busy.
+pytest -n 5 --dist loadfile --no-loadscope-reorder "$@" </dev/null
 status=$?
 echo "== types"
 wait "$typed" || failed+=("types")
