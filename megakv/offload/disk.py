@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,6 +79,7 @@ class DiskTier:
     """
 
     name = "disk"
+    seams: Sequence[int] = ()
 
     def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
         self.budget, self.io, self._folder = budget, io, str(folder)
