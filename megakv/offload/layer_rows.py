@@ -98,10 +98,10 @@ class LayerRows(list[PagedRows]):
             table, disk = [], False
             for each in stretches:
                 away = isinstance(each.tier, DiskTier)
-                start = each.offset if away else each.tier.at(each.offset, each.nbytes)
-                table.append((each.first, each.end, start))
+                begin = each.offset if away else each.tier.at(each.offset, each.nbytes)
+                table.append((each.first, each.end, begin))
                 disk = disk or away
             bounds = np.concatenate([[0], np.cumsum([len(paged.joined) for paged in self])])
-            columns = np.array(table, dtype=np.int64).reshape(-1, 3).T.copy()
-            known = self._known = _Table(versions, bounds, *columns, stretches, disk)
+            first, end, start = np.array(table, dtype=np.int64).reshape(-1, 3).T.copy()
+            known = self._known = _Table(versions, bounds, first, end, start, stretches, disk)
         return known

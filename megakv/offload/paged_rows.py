@@ -216,7 +216,7 @@ class PagedRows:
         self._give(slice(max(0, kept - given), None))
 
     def forget(self, rows: int) -> None:
-        """The first rows are not needed any more: whole pages of them are given back. Before any came, they never do."""
+        """Give whole pages of the first rows back, which nobody needs any more; before any came, they never will."""
         if not self.known:
             self.length = max(self.length, rows)
         self.gone = max(self.gone, min(rows, self.length))
