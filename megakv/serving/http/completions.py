@@ -27,8 +27,9 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from megakv.serving.http.answers import Answers, Piece
 from megakv.serving.http.call import ServedModel
+from megakv.serving.http.chat_schemas import ChatBody
 from megakv.serving.http.parts import MoreArguments, Part, Parts, call_id
-from megakv.serving.http.schemas import ChatBody, CompletionBody
+from megakv.serving.http.schemas import CompletionBody
 from megakv.serving.http.stream import BEAT, DONE, data, error_event
 from megakv.serving.request import Progress, Token
 

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 
 from megakv.serving.http.call import ServedModel
 from megakv.serving.loop import ServingLoop
-from megakv.serving.stats import ServingStats
+from megakv.serving.stats import Document, ServingStats
 from megakv.tracking.measurements import percentiles
 from megakv.tracking.served import ServedCounts
 
@@ -91,6 +91,10 @@ BEGINNING_TOKENS = 64
 
 def status(loop: ServingLoop, served: ServedModel) -> dict[str, Any]:
     """A snapshot."""
+
+    def beginning(document: Document) -> str:
+        return served.tokenizer.decode(list(document.beginning[:BEGINNING_TOKENS]), skip_special_tokens=True)
+
     values = asdict(loop.stats())
     ttft, token = values.pop("ttft_s"), values.pop("token_s")
     return {
@@ -99,19 +103,7 @@ def status(loop: ServingLoop, served: ServedModel) -> dict[str, Any]:
         **values,
         **_tails("ttft_s", ttft),
         **_tails("token_s", token),
-        "documents": [
-            {
-                "id": document.id,
-                "tokens": document.tokens,
-                "tier": document.tier,
-                "used_s_ago": document.used_s_ago,
-                "hits": document.hits,
-                "beginning": served.tokenizer.decode(
-                    list(document.beginning[:BEGINNING_TOKENS]), skip_special_tokens=True
-                ),
-            }
-            for document in loop.documents()
-        ],
+        "documents": [{**asdict(each), "beginning": beginning(each)} for each in loop.documents()],
     }
 
 

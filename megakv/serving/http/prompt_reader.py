@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
+from megakv.serving.http.chat_schemas import ChatBody, ToolsBody
 from megakv.serving.http.errors import ApiError, too_long, wrong_fields
-from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, ToolsBody
+from megakv.serving.http.schemas import Body, CompletionBody
 
 LEAST_VALUES = 1 << 16
 """Values that any body may have: long conversations in parts, tools with large schemas."""

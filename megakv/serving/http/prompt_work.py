@@ -26,7 +26,6 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from megakv.serving.http import response_schemas  # noqa: F401 - bodies of all kinds are there before the first fork
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.prompt_reader import PromptReader, letters_of
 from megakv.serving.http.schemas import Body

@@ -23,15 +23,15 @@ from openai.types.responses.response_usage import InputTokensDetails, OutputToke
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.http.answers import Answers, Piece
-from megakv.serving.http.errors import ApiError
-from megakv.serving.http.parts import MoreArguments, Part, Parts, call_id
-from megakv.serving.http.response_schemas import (
+from megakv.serving.http.chat_schemas import (
     ResponseBody,
     ResponseCall,
     ResponseCallOutput,
     ResponseMessage,
     ResponseNamedTool,
 )
+from megakv.serving.http.errors import ApiError
+from megakv.serving.http.parts import MoreArguments, Part, Parts, call_id
 from megakv.serving.http.schemas import Message
 from megakv.serving.http.stream import BEAT
 from megakv.serving.request import Progress

@@ -10,9 +10,9 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.form import Form
 from megakv.serving.http.call import ServedModel
+from megakv.serving.http.chat_schemas import ChatBody
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.parts import CallsParts, Part, Parts, TemplateParts
-from megakv.serving.http.schemas import ChatBody
 from megakv.serving.request import Sampling
 from tests.unit.serving.tokenizers import byte_level
 
