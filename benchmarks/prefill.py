@@ -15,7 +15,7 @@ from typing import Any
 from harness.charts import bars
 from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.links import FREE, UNLIMITED, checked_rates, set_rate
-from harness.methods import TENSOR_PARALLEL, Generation, Peers, Prefill
+from harness.methods import Generation, Peers, Prefill
 from harness.models import random_ids, random_model, without_stop, words_of
 from harness.options import Options
 from harness.predictions import measured
@@ -23,7 +23,7 @@ from harness.publish import TIMES, show, show_summary
 from harness.sampling import Agreement, measure
 from harness.statistics import median, paired_ratio, ratio
 
-SINGLE = "single"
+SINGLE, TP = "single", "tp"
 OWN = ("pass_kv", "pass_q", "all_gather")
 PLACE = ("ranks", "context", "rate")
 
@@ -34,7 +34,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--quick", False, "a shorter prompt and fewer runs")
     options.numbers("--context", {"": "8192", "quick": "2048"}, "tokens of the prompts")
     options.numbers("--sizes", None, "numbers of ranks, a launch each (default: --ranks alone)")
-    options.names("--methods", (SINGLE, *TENSOR_PARALLEL, *OWN), "single,tp,tp_gloo,pass_kv", "which to run")
+    options.names("--methods", (SINGLE, TP, *OWN), "single,tp,pass_kv", "which to run")
     options.add("--tokens", 0, "tokens to generate; 0: one pass", least=0)
     options.add("--hosts", 0, "hosts of network namespaces, each with an equal share of --ranks; 0: none", least=0)
     options.add("--rates", "1gbit", "with --hosts: limits of every link in each direction, beside none")
@@ -51,26 +51,19 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.hosts == 1 or (arguments.hosts and arguments.ranks % arguments.hosts):
         of = f"--ranks {arguments.ranks}"
         options.error(f"--hosts {arguments.hosts}: allowed: 2 or more, of which {of} is a multiple")
-    if set(arguments.methods).intersection(TENSOR_PARALLEL):
-        remedy = "take other numbers, or leave tp and tp_gloo out of --methods"
-        for size in arguments.sizes:
-            options.check_kv_shards(arguments.kv_heads, size, remedy)
+    for size in arguments.sizes if TP in arguments.methods else []:
+        options.check_kv_shards(arguments.kv_heads, size, "take other numbers, or leave tp out of --methods")
     arguments.rates = [UNLIMITED, *checked_rates(options, "--rates", arguments.rates)] if arguments.hosts else [FREE]
     return arguments
 
 
 def names_of(arguments: argparse.Namespace, size: int) -> list[str]:
     """Methods on so many ranks: a single process on the fewest, what needs several ranks on several."""
-    absent = set(TENSOR_PARALLEL) if size == 1 else set() if size == arguments.sizes[0] else {SINGLE}
-    # DeepSpeed's shared-memory op is for one host.
-    absent |= {"tp"} if arguments.hosts else set()
+    absent = {TP} if size == 1 else set() if size == arguments.sizes[0] else {SINGLE}
     return [name for name in arguments.methods if name not in absent]
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
-    # What takes seconds to import comes only in functions, so that wrong arguments are refused at once.
-    if "tp_gloo" in arguments.methods and world.device.type != "cpu":
-        raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     tokens, inside = arguments.tokens, world.size // arguments.hosts if arguments.hosts else 1
     model = without_stop(random_model(arguments, positions=arguments.context[-1] + tokens, device=world.device))
     known = {}
@@ -143,7 +136,7 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -
 
 if __name__ == "__main__":
     asked = parse_arguments()
-    shared_memory = not asked.hosts and bool(set(asked.methods).intersection(TENSOR_PARALLEL))
+    shared_memory = not asked.hosts and TP in asked.methods
     launches = [Launch(size, text=f"ranks: {size}, of {asked.sizes}") for size in asked.sizes]
     if asked.hosts:
         launches = [Launch(asked.ranks, name="hosts", rate=UNLIMITED, hosts=asked.hosts)]

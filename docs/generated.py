@@ -3,7 +3,7 @@
 Two marks, invisible where Markdown is rendered, say what is computed:
 
 - ``<!-- generated: NAME -->`` ... ``<!-- end -->`` holds the output of one of `TABLES`.
-- ``1.31<!-- figure: prefill.json summary.speedup.pass_kv.tp_gloo.value -->`` is a number of a results file, here of
+- ``1.58<!-- figure: hosts.json summary.limited_over_unlimited.1gbit.tp.value -->`` is a number of a results file, of
   benchmarks/results, with as many decimals as are written. A name with a slash is a path from the repository's root.
   The path goes through keys and indices; ``method=pass_kv`` picks a list's entry by a key, ``*`` takes all entries that
   have what follows, and ``median``, ``max``, ``min`` and ``count`` end it; keys may have dots themselves. With ``%``
@@ -103,7 +103,6 @@ def accuracy_table() -> str:
 METHODS = {
     "single": "plain transformers, one process of its own on every rank",
     "tp": "DeepSpeed AutoTP, its shared-memory sums",
-    "tp_gloo": "DeepSpeed AutoTP, sums over gloo",
     "pass_kv": "MegaKV, ring pass-KV",
     "pass_q": "MegaKV, ring pass-Q",
     "all_gather": "MegaKV, all-gather",
@@ -112,10 +111,8 @@ METHODS = {
     "kvr_e": "MegaKV, KV-Runahead, even parts",
     "kvr_s": "MegaKV, KV-Runahead, searched parts",
     "kvr_p": "MegaKV, KV-Runahead, interpolated parts",
-    "kvr_silent": "the same without communication: a bound",
     "one_rank": "MegaKV, everything on one rank",
     "auto": "MegaKV, what `auto` chooses",
-    "single_masked": "plain transformers that computes what is hidden too",
 }
 
 

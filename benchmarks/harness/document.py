@@ -52,11 +52,3 @@ class Passages:
             start = self.random.randrange(len(self._ids))
             found += self._ids[start : start + self.random.randint(1, PASSAGE)]
         return found[:length]
-
-    def log_uniform(self, longest: int) -> int:
-        """A length from 1 on, of which each power of two is as likely as any other."""
-        return min(longest, int((longest + 1) ** self.random.random()))
-
-    def pieces(self, tokens: list[int]) -> list[str]:
-        """Every token as text by itself, as the server writes them beside log probabilities."""
-        return [self.tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in tokens]

@@ -17,16 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import megakv
-from megakv.base.errors import MegaKVError
 from megakv.distributed.compat import shared_memory_available
 
 from .models import twin, weight_bytes
 from .sampling import Bytes, Method
 from .timing import clocked
 from .world import World
-
-TENSOR_PARALLEL = ("tp", "tp_gloo")
-LEVEL = "shm_vector_kernel_level"
 
 
 class Peer:
@@ -52,28 +48,21 @@ class Peer:
 
 
 class TensorParallel(Peer):
-    """DeepSpeed's AutoTP engine; its sums over ranks may go through its shared-memory op."""
+    """DeepSpeed's AutoTP engine as shipped: its sums over ranks go through its shared-memory op where that can work."""
 
-    def __init__(self, engine: deepspeed.InferenceEngine, *, shared_memory: bool):
+    def __init__(self, engine: deepspeed.InferenceEngine):
         super().__init__(engine)
-        self.module, self._shared_memory = engine.module, shared_memory
-
-    def forward(self, **inputs: Any) -> Any:
-        with shared_memory_sums(self._shared_memory):
-            return self.model(**inputs)
+        self.module = engine.module
 
     def generate(self, ids: Tensor, cache: Any, **options: Any) -> Any:
         # The engine's own `generate` refuses long prompts.
-        with shared_memory_sums(self._shared_memory):
-            return self.module.generate(ids, **options)
+        return self.module.generate(ids, **options)
 
     def counting(self) -> AbstractContextManager[Bytes]:
         return counting_sums()
 
     def facts(self) -> dict[str, Any]:
-        needed = 1 if self.module.dtype == torch.float32 else 2
-        level = getattr(deepspeed.comm.comm.cdb, LEVEL, 0)
-        return {"shared_memory": self._shared_memory and shared_memory_available() and level >= needed}
+        return {"shared_memory": shared_memory_available()}
 
 
 class ContextParallel(Peer):
@@ -188,16 +177,14 @@ class Peers:
         for name in list(self._engines):
             self.drop(name)
 
-    def tensor_parallel(self, name: str) -> TensorParallel:
-        """DeepSpeed's AutoTP over all ranks, as ``tp`` or ``tp_gloo``."""
-        if name == "tp_gloo" and shared_memory_available() and not hasattr(deepspeed.comm.comm.cdb, LEVEL):
-            raise MegaKVError("--methods tp_gloo: this DeepSpeed always uses its shared-memory op; leave tp_gloo out")
+    def tensor_parallel(self) -> TensorParallel:
+        """DeepSpeed's AutoTP over all ranks."""
         if self._sharded is None:
             size = {"tp_size": self._world.size}
             # It prints what it found to be row-parallel, from every rank.
             with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
                 self._sharded = deepspeed.init_inference(twin(self.model), dtype=self.model.dtype, tensor_parallel=size)
-        return TensorParallel(self._sharded, shared_memory=name == "tp")
+        return TensorParallel(self._sharded)
 
     def engine(
         self, name: str, parallel: Mapping[str, Any], *, tp_size: int = 1, **section: Any
@@ -218,24 +205,9 @@ class Peers:
         """Plain transformers (``single``), AutoTP, or MegaKV with a method for prompts, tensor-parallel inside."""
         if name == "single":
             return Peer(self.model)
-        if name in TENSOR_PARALLEL:
-            return self.tensor_parallel(name)
+        if name == "tp":
+            return self.tensor_parallel()
         return ContextParallel(self.engine(name, {"prefill": name}, tp_size=tp_size))
-
-
-@contextlib.contextmanager
-def shared_memory_sums(allowed: bool) -> Iterator[None]:
-    """For a while, DeepSpeed's sums over ranks may use its shared-memory op, or must go through the process group."""
-    backend = deepspeed.comm.comm.cdb
-    # What DeepSpeed asks for before every sum, for vector instructions; 0 means that its op is not used.
-    level = getattr(backend, LEVEL, 0)
-    if not allowed:
-        setattr(backend, LEVEL, 0)
-    try:
-        yield
-    finally:
-        if not allowed:
-            setattr(backend, LEVEL, level)
 
 
 @contextlib.contextmanager

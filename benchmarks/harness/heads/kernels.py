@@ -37,11 +37,6 @@ class HeadShape:
     dtype: torch.dtype
     device: torch.device
 
-    @property
-    def token_bytes(self) -> int:
-        """Bytes of a kept token: key and value of one head."""
-        return 2 * self.dim * self.dtype.itemsize
-
 
 class TokenPool:
     """Random keys and values that every rank draws alike: a head's tokens are a stretch of one long row."""

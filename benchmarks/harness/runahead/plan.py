@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from ..links import FREE
 from ..noise import ELSEWHERE, LINK, QUIET
 
-TENSOR_PARALLEL = ("tp", "tp_gloo")
 METHODS = (
-    "tsp", "tsp_causal", *TENSOR_PARALLEL, "pass_kv", "pass_q", "kvr_e", "kvr_s", "kvr_p", "one_rank", "auto",
+    "tsp", "tsp_causal", "tp", "pass_kv", "pass_q", "kvr_e", "kvr_s", "kvr_p", "one_rank", "auto",
 )  # fmt: skip
 CANDIDATES = {"single": "one_rank", "runahead": "kvr_s", "pass_kv": "pass_kv", "pass_q": "pass_q"}
 """Names of candidates as `auto` has them, and the method that each is."""
@@ -36,10 +35,7 @@ class Group:
 
     def methods(self, asked: Sequence[str], context: int, spacing: int) -> list[str]:
         """Methods asked for that there are here."""
-        # DeepSpeed's shared-memory op is for one host.
-        absent = set() if self.rate == FREE else {"tp"}
-        if self.kv_heads % self.ranks:
-            absent.update(TENSOR_PARALLEL)
+        absent = {"tp"} if self.kv_heads % self.ranks else set()
         if context % spacing == 0 or context < spacing:
             absent.add("kvr_p")
         return [name for name in asked if name not in absent]

@@ -17,7 +17,7 @@ from ..statistics import Case, Interval, judge, median, paired_ratio
 from .plan import CANDIDATES
 
 Row = Mapping[str, Any]
-PEERS = ("tsp", "tsp_causal", "tp", "tp_gloo", "pass_kv")
+PEERS = ("tsp", "tsp_causal", "tp", "pass_kv")
 SPEEDUPS = (
     *((own, peer) for own in ("kvr_s", "kvr_p", "kvr_e") for peer in PEERS), ("kvr_s", "kvr_e"), ("pass_kv", "tsp"),
 )  # fmt: skip
@@ -26,7 +26,7 @@ TIME_RATIOS = (("kvr_p", "kvr_s"),)  # Time of the one over that of the other
 CHOICES = ("one_rank", "kvr_e", "kvr_s", "pass_kv", "pass_q")  # What `auto` may choose from, with any partition
 PLACE = ("ranks", "kv_heads", "rate", "context")
 NAMES = {
-    "tsp": "TSP", "tsp_causal": "TSP, causal", "tp_gloo": "TP, gloo", "kvr_e": "KVR-E", "kvr_s": "KVR-S",
+    "tsp": "TSP", "tsp_causal": "TSP, causal", "tp": "TP", "kvr_e": "KVR-E", "kvr_s": "KVR-S",
     "kvr_p": "KVR-P", "pass_kv": "pass-KV",
 }  # fmt: skip
 

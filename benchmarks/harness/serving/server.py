@@ -198,16 +198,6 @@ class Client:
                         break
         return reply
 
-    async def respond(self, text: str, new_tokens: int, previous: str | None = None) -> tuple[str, str]:
-        """The id and the text of a response, which goes on from an earlier one."""
-        body: dict[str, Any] = {"model": NAME, "input": text, "max_output_tokens": new_tokens, "temperature": 0}
-        body |= {} if previous is None else {"previous_response_id": previous}
-        answer = await self._http.post("/responses", json=body)
-        if answer.status_code != 200:
-            raise MegaKVError(f"{answer.status_code}: {answer.text[:500]}")
-        found = answer.json()
-        return found["id"], "".join(part["text"] for item in found["output"] for part in item["content"])
-
 
 def _take(reply: Reply, event: dict[str, Any]) -> None:
     """Note what came."""

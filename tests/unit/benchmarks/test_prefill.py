@@ -44,7 +44,7 @@ def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
 @pytest.mark.parametrize("run", [run_benchmark, fork_benchmark])
 def test_tiny_run_of_all_methods(run: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "prefill.json"
-    methods = ["single", "tp", "tp_gloo", "pass_kv", "pass_q", "all_gather"]
+    methods = ["single", "tp", "pass_kv", "pass_q", "all_gather"]
     asked = ["--ranks", "2", "--context", "128", "--repeats", "3", "--methods", ",".join(methods), "--json", path]
     done = run("prefill.py", *asked, *TINY, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -65,8 +65,7 @@ def test_tiny_run_of_all_methods(run: Callable[..., Any], tmp_path: Path) -> Non
         assert row["kv_bytes"] == [(1 if name == "single" else 0.5) * 2 * 128 * 2 * 16 * 2 * 4] * 2
     assert rows["single"]["bytes_sent"] == [{}, {}]
     # Two sums of 128 x 64 per layer, and one of 300 logits; a ring of two sends each once.
-    for name in ("tp", "tp_gloo"):
-        assert rows[name]["bytes_sent"] == [{"all_reduce": (2 * 2 * 128 * 64 + 300) * 4}] * 2
+    assert rows["tp"]["bytes_sent"] == [{"all_reduce": (2 * 2 * 128 * 64 + 300) * 4}] * 2
     # Each rank sends its own keys and values once, but of the last layer, where the last token's queries go round; that
     # token, whose logits all get, is rank 0's: balanced chunks.
     kv, logits = rows["pass_kv"]["kv_bytes"][0], 300 * 4
@@ -79,13 +78,13 @@ def test_tiny_run_of_all_methods(run: Callable[..., Any], tmp_path: Path) -> Non
     speedup = summary["speedup"]["2 ranks, 128 tokens"]
     assert set(speedup) == {"pass_kv", "pass_q", "all_gather"}
     for name, peers in speedup.items():
-        assert set(peers) == {"single", "tp", "tp_gloo"}
+        assert set(peers) == {"single", "tp"}
         for peer, found in peers.items():
             ratios = [a / b for a, b in zip(rows[peer]["seconds"], rows[name]["seconds"], strict=True)]
             assert found["value"] == pytest.approx(sorted(ratios)[1])
             assert 0 < found["low"] <= found["value"] <= found["high"] < math.inf
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "speedup  2 ranks, 128 tokens  pass_kv  tp_gloo" in done.stdout
+    assert "speedup  2 ranks, 128 tokens  pass_kv  tp" in done.stdout
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["prefill.json", "prefill.png"]
 
 
@@ -96,7 +95,7 @@ def test_tiny_run_by_number_of_ranks(tmp_path: Path) -> None:
     done = fork_benchmark("prefill.py", *asked, "--profile-seconds", "0.1", "--json", path, *TINY)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
-    names = {1: ["single", "pass_kv"], 2: ["tp", "tp_gloo", "pass_kv"]}
+    names = {1: ["single", "pass_kv"], 2: ["tp", "pass_kv"]}
     assert [(row["ranks"], row["context"], row["method"]) for row in report["rows"]] == [
         (ranks, context, name) for ranks in (1, 2) for context in (96, 640) for name in names[ranks]
     ]
@@ -116,7 +115,7 @@ def test_tiny_run_by_number_of_ranks(tmp_path: Path) -> None:
     middle = {(row["ranks"], row["context"], row["method"]): sum(row["seconds"]) / 2 for row in report["rows"]}
     for context in (96, 640):
         ratios = summary["scaling_ratio"][str(context)]
-        assert set(ratios) == {"pass_kv", "tp", "tp_gloo"}
+        assert set(ratios) == {"pass_kv", "tp"}
         for name, found in ratios.items():
             first = middle[1, context, "pass_kv" if name == "pass_kv" else "single"]
             assert found["2"]["value"] == pytest.approx(first / middle[2, context, name])

@@ -38,7 +38,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
         assert (row["ranks"], row["kv_heads"], row["rate"], row["noise"]) == (2, 2, "free", "quiet")
         assert len(row["seconds"]) == 2 and all(value > 0 for value in row["seconds"])
         if row["auto"] != "tensor":
-            assert row["predicted_s"] is None if name.startswith("tp") else 0 < row["predicted_s"] < math.inf
+            assert row["predicted_s"] is None if name == "tp" else 0 < row["predicted_s"] < math.inf
         assert row["max_logit_difference"] <= 1e-5
         sent = {operation: 0 for rank in row["bytes_sent"] for operation in rank}
         for rank in row["bytes_sent"]:
@@ -62,7 +62,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     summary = report["summary"]
     cell = summary["cells"]["r2-kv2-free-96"]
     middle = {name: np.array(found[96, name]["seconds"]) for name in names}
-    for peer in ("tsp", "tsp_causal", "tp_gloo", "tp", "pass_kv"):
+    for peer in ("tsp", "tsp_causal", "tp", "pass_kv"):
         value = cell["speedup"][f"kvr_s/{peer}"]
         assert value["value"] == pytest.approx(np.median(middle[peer] / middle["kvr_s"]))
         assert 0 < value["low"] <= value["value"] <= value["high"] < math.inf
@@ -90,7 +90,7 @@ def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -
 
 def test_plan_leaves_out_what_a_group_cannot_do() -> None:
     group = Group(4, 2, "1gbit", (1000, 4096, 5000))
-    assert {"tp", "tp_gloo", "kvr_p"}.isdisjoint(group.methods(METHODS, 4096, 4096))
+    assert {"tp", "kvr_p"}.isdisjoint(group.methods(METHODS, 4096, 4096))
     assert "kvr_p" in group.methods(METHODS, 5000, 4096) and "kvr_p" not in group.methods(METHODS, 1000, 4096)
     assert [group.searched(["tsp", "kvr_s"], 4096, context) for context in group.contexts] == [[1000], [4096], [5000]]
     assert [group.searched(["tsp", "kvr_p"], 4096, context) for context in (4096, 5000)] == [[], [4096, 8192]]
@@ -114,7 +114,7 @@ def noisy(seconds: float, rounds: int = 9) -> list[float]:
 TIMES = {
     "tsp": 1.5,
     "tsp_causal": 1.3,
-    "tp_gloo": 1.25,
+    "tp": 1.25,
     "kvr_e": 1.2,
     "kvr_s": 1.0,
     "pass_kv": 1.02,
@@ -130,7 +130,7 @@ def test_verdicts_on_known_times() -> None:
     summary = summarise(rows)
     assert list(summary["cells"]) == ["r4-kv16-free-8192", "r4-kv16-1gbit-8192"]
     cell, slow = summary["cells"].values()
-    for peer, expected in (("tsp", 1.5), ("tsp_causal", 1.3), ("tp_gloo", 1.25), ("kvr_e", 1.2), ("pass_kv", 1.02)):
+    for peer, expected in (("tsp", 1.5), ("tsp_causal", 1.3), ("tp", 1.25), ("kvr_e", 1.2), ("pass_kv", 1.02)):
         assert cell["speedup"][f"kvr_s/{peer}"]["value"] == pytest.approx(expected, rel=0.005)
     assert cell["time_ratio"]["kvr_p/kvr_s"]["value"] == pytest.approx(1.01, rel=0.005)
     assert cell["auto"]["chose"] == "pass_kv"

@@ -14,21 +14,18 @@ from tests.unit.benchmarks.running import refusal, run_benchmark
 MODEL = ROOT / "recipes" / "passkey" / "model"
 run = partial(run_benchmark, "serving.py", timeout=280)
 TINY = (
-    "--quick", "--model", MODEL, "--dtype", "fp32", "--requests", "8", "--longest", "60", "--prompt", "300",
+    "--quick", "--model", MODEL, "--dtype", "fp32", "--prompt", "300",
     "--streams", "2", "--trace-requests", "4", "--concurrent", "1,3", "--short", "20", "--new-tokens", "4",
 )  # fmt: skip
 
 
 @pytest.mark.drawn("benchmarks")
-def test_answers_and_throughput(tmp_path: Path) -> None:
+def test_throughput(tmp_path: Path) -> None:
     path = tmp_path / "serving.json"
-    done = run("--parts", "answers,throughput", *TINY, "--json", path)
+    done = run("--parts", "throughput", *TINY, "--json", path)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     rows, summary = report["rows"], report["summary"]
-    answers = [row for row in rows if row["part"] == "answers"]
-    assert len(answers) == 8 and summary["answers"]["tokens"] == sum(row["compared"] for row in answers)
-    assert summary["answers_equal"] or summary["answers"]["differing_at_near_ties"], answers
     rates = [row for row in rows if row["part"] == "throughput"]
     assert [(row["streams"], row["sampled"]) for row in rates] == [(1, False), (1, True), (3, False), (3, True)]
     assert all(answer["tokens"] == 4 for row in rates for answer in row["answers"])
@@ -72,7 +69,7 @@ def test_an_unbounded_cache_has_all_beginnings() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "nothing"], "--parts nothing: allowed: each of answers, gaps"),
+        (["--parts", "nothing"], "--parts nothing: allowed: each of gaps, trace"),
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:
