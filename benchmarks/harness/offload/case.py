@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.costs import LayerSpeeds
-from megakv.offload.method import Split
-from megakv.offload.methods import methods_of
+from megakv.offload.method import Split, methods_of
 from megakv.offload.pipeline import layer_times
 from megakv.offload.pipeline import step_seconds as pipeline_seconds
+from megakv.offload.prices import GroupPrices
+from megakv.offload.rates import Rates
 from megakv.offload.record import StepRecord
-from megakv.offload.times import group_costs
 
 from ..models import DTYPES, drawn_model, random_ids
 from ..publish import Parts
@@ -213,10 +212,10 @@ class CaseBench:
             return
         alone = self._empty_step()
         for row in rows:
-            profile: LayerSpeeds | None = self._known[row["method"]]["profile"]
-            if profile is not None and not row["lossy"]:
+            rates: Rates | None = self._known[row["method"]]["rates"]
+            if rates is not None and not row["lossy"]:
                 tokens = round(statistics.median(cached for cached, _ in row["split_points"]))
-                row["forecast_s"] = self._forecast(row["method"], profile, tokens, alone / self._layers)
+                row["forecast_s"] = self._forecast(row["method"], rates, tokens, alone / self._layers)
 
     def _empty_step(self) -> float:
         """Seconds of an offloaded step that has next to nothing cached: what it takes beside the link and attention."""
@@ -224,12 +223,12 @@ class CaseBench:
             turns = [[empty.generate(self._ids[:, :1], self._case.new)] for _ in range(EMPTY_TURNS)]
         return statistics.median(step_seconds(turn) for turn in turns)
 
-    def _forecast(self, method: str, profile: LayerSpeeds, tokens: int, device_s: float) -> float:
+    def _forecast(self, method: str, rates: Rates, tokens: int, device_s: float) -> float:
         """Predict a step before any step has shown anything."""
-        costs = replace(profile.costs(self._case.batch), device_s=device_s)
-        group = replace(group_costs(costs, tokens), chunk=self._arguments.chunk)
+        prices = replace(rates.layer_prices({}, self._case.batch), device_s=device_s)
         # Without activations there is nothing to recompute from, and without its speed the host attends to nothing.
-        group = group if profile.input_bytes else replace(group, inputs=0)
+        inputs, host = (tokens if known else 0 for known in (rates.input_bytes, prices.host_attend_s))
+        group = GroupPrices(prices, tokens, inputs, host, chunk=self._arguments.chunk)
         ways = methods_of(variant(method).method).values()
         # Where that leaves nothing, all is sent.
         splits = [split for way in ways if (split := way.split(group)) is not None] or [Split(tokens)]

@@ -240,14 +240,9 @@ class Decoder:
         return tokens.numel() * len(self._shape.layers) * self._shape.attention().kv_row_bytes
 
     def known(self) -> dict[str, Any]:
-        """How busy kernels were, the first profile, and bytes of a token's activations in a layer."""
-        costs = getattr(getattr(self._engine, "_offloader", None), "costs", None)
-        profile = None if costs is None else costs.profile
-        return {
-            "busy": self.busy,
-            "profile": None if costs is None else costs.measured,
-            "input_bytes": 0 if profile is None else profile.input_bytes,
-        }
+        """How busy kernels were, the rates, and bytes of a token's activations in a layer."""
+        rates = getattr(getattr(self._engine, "_offloader", None), "rates", None)
+        return {"busy": self.busy, "rates": rates, "input_bytes": 0 if rates is None else rates.input_bytes}
 
     def close(self) -> None:
         if self._engine is not None:
