@@ -58,10 +58,3 @@ def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> Layer
         flops_s=constants["recompute_flops"],
         batch=batch,
     )
-
-
-def implied_flops(cell: Cell) -> float:
-    """Operations a second of an A100 by Table 1's compute column: its cache's keys and values, from activations."""
-    model = model_shape(cell.setting["model"])
-    tokens = BATCH // 2 * 1024
-    return 4 * tokens * model.hidden * model.kv_heads * model.key_dim / cell.value

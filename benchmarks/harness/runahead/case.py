@@ -118,7 +118,7 @@ class CaseBench:
             return Prefill(name, ContextParallel(engine), ids, *switch)
         partition = self._partition(name, ids.shape[1])
         if partition is None:
-            return self._peers.prefill(name, ids, *switch)
+            return Prefill(name, self._peers.peer(name), ids, *switch)
         engine = chain_engine(self._peers)
         return Prefill(name, ContextParallel(engine), ids, partial(engine.partitions.use, partition), *switch)
 
