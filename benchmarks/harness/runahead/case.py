@@ -35,7 +35,7 @@ class Searches:
         self, engine: megakv.MegaKVEngine, world: World, arguments: argparse.Namespace, table: Path, profile: str | None
     ):
         self._engine, self._world, self._path = engine, world, table
-        self._options = {"step": arguments.search_step, "patience": arguments.search_patience}
+        self._options = {"step": arguments.search_step}
         self._options |= {"repeats": arguments.search_repeats, "profile": profile, "full_grid": False}
 
     def search(self, context: int) -> None:
