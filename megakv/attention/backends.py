@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 # Score elements that the math backend holds at a time (32 MiB in float32) and the keys of one of its tiles.
 MATH_SCORES = 8 << 20
 MATH_KEYS = 2048
-# Elements of 16-bit keys turned into float32 at a time, so that they are still in the cache when the kernel reads them,
-# and the least keys of such a tile, so that merging tiles stays cheap.
-UPCAST_ELEMENTS = 256 << 10
-UPCAST_KEYS = 512
 # Up to this many query rows, the heads that share a KV head go into the kernel as rows of one head.
 PACKED_ROWS = 16
 # Up to this many rows of a KV head, reading keys takes longer than multiplying them (measured).
@@ -41,7 +37,6 @@ READ_ROWS = 8
 CUDNN_OPERATIONS = 2e12
 CUDNN_DIM, CUDNN_CAPABILITY = 128, (9, 0)
 
-Tile = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 Backend = Callable[..., tuple[Tensor, Tensor]]
 Result = tuple[Callable[[], tuple[Tensor, Tensor]], tuple[Tensor, Tensor]]
 """A call, and what it has to return."""
@@ -119,36 +114,11 @@ def cpu_flash(
     """
     dtype = torch.promote_types(q_HLD.dtype, torch.float32)
     mask = None if visible_LS is None else _additive(visible_LS, dtype)
-
-    def kernel(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
-        q, k, v = _equal_dims(q_HLD, k_KSD.to(dtype), v_KSD.to(dtype))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale
-        )
-        return out[0, :, :, : v_KSD.shape[-1]], lse[0]
-
-    if causal or mask is not None or q_HLD.dtype.itemsize >= 4:
-        return _neutral(*kernel(q_HLD.to(dtype), k_KSD, v_KSD), visible_LS)
-    return _tiled(kernel, q_HLD.to(dtype), k_KSD, v_KSD)
-
-
-def _tiled(kernel: Tile, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
-    """A kernel on tiles of few KV heads and keys at a time, merged."""
-    kv_heads, keys, dim = k_KSD.shape
-    group = q_HLD.shape[0] // kv_heads
-    key_step = min(keys, max(UPCAST_KEYS, UPCAST_ELEMENTS // (kv_heads * dim)))
-    head_step = max(1, UPCAST_ELEMENTS // (key_step * dim))
-    out = q_HLD.new_empty((*q_HLD.shape[:2], v_KSD.shape[-1]))
-    lse = q_HLD.new_empty(q_HLD.shape[:2])
-    for h in range(0, kv_heads, head_step):
-        heads, rows = slice(h, h + head_step), slice(h * group, (h + head_step) * group)
-        for c in range(0, keys, key_step):
-            part = kernel(q_HLD[rows], k_KSD[heads, c : c + key_step], v_KSD[heads, c : c + key_step])
-            if c:
-                merge_(out[rows], lse[rows], *part)
-            else:
-                out[rows], lse[rows] = part
-    return out, lse
+    q, k, v = _equal_dims(q_HLD.to(dtype), k_KSD.to(dtype), v_KSD.to(dtype))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q[None], k[None], v[None], 0.0, causal, attn_mask=mask, scale=scale
+    )
+    return _neutral(out[0, :, :, : v_KSD.shape[-1]], lse[0], visible_LS)
 
 
 def cuda_flash(

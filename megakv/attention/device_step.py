@@ -6,7 +6,7 @@ import functools
 import importlib.util
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -60,15 +60,6 @@ class LayerKind:
         return cls(scoring, *(each.new_empty((each.shape[1], 0, each.shape[3])) for each in (k_BKSD, v_BKSD)))
 
 
-class Step(Protocol):
-    """What is asked of a `megakv.forward.pass_plan.PassPlan`."""
-
-    @property
-    def cache(self) -> Any: ...
-    @property
-    def tokens(self) -> TokenBlock: ...
-
-
 class StepTables:
     """Those of steps of up to `size` sequences, in layers of such kinds by index."""
 
@@ -82,22 +73,21 @@ class StepTables:
             self._runs_at + layers * size * MOST_RUNS * RUN_WORDS, dtype=torch.int64, device=device
         )
 
-    def take(self, step: Step, rank: int) -> bool:
-        """Take places for the new rows of a step, and let the kernels know where all rows lie.
+    def take(self, cache: Any, tokens: TokenBlock, rank: int) -> bool:
+        """Take places for the new rows of a step, and let the kernels know where all rows of the cache lie.
 
         False, with nothing changed, where they cannot read some.
         """
-        tokens, tables = step.tokens, list[RowTable]()
-        new = [1] * tokens.batch
+        tables, new = list[RowTable](), [1] * tokens.batch
         for layer, kind in self._kinds.items():
-            table = step.cache.store(layer).in_place(new, kind.k_KSD, kind.v_KSD)
+            table = cache.store(layer).in_place(new, kind.k_KSD, kind.v_KSD)
             if table is None:
                 break
             tables.append(table)
-        found = self._filled(tables, tokens, step.cache.table, rank) if len(tables) == len(self._kinds) else None
+        found = self._filled(tables, tokens, cache.table, rank) if len(tables) == len(self._kinds) else None
         if found is None:
             for layer in list(self._kinds)[: len(tables)]:
-                store = step.cache.store(layer)
+                store = cache.store(layer)
                 for sequence in range(tokens.batch):
                     store.crop(sequence, store.rows(sequence) - 1)
             return False

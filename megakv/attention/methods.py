@@ -9,7 +9,7 @@ from megakv.attention.all_gather import AllGatherKV
 from megakv.attention.method import AttentionMethod
 from megakv.attention.pass_kv import PassKV
 from megakv.attention.pass_q import PassQ
-from megakv.attention.replicated import Local, Replicated, Sliced
+from megakv.attention.replicated import Local, Replicated
 from megakv.attention.runahead import Runahead
 from megakv.attention.tsp import TSP
 from megakv.base.registry import Registry
@@ -36,7 +36,7 @@ METHODS: Registry[MethodEntry] = Registry(
         "pass_q": MethodEntry(PassQ, prefill=True, decode=True, keys_stay=True, narrows=True),
         "all_gather": MethodEntry(AllGatherKV, prefill=True),
         "replicated": MethodEntry(Replicated, decode=True, keys_stay=True, replicated=True),
-        "tensor": MethodEntry(Sliced, decode=True, keys_stay=True, replicated=True, slices_linears=True),
+        "tensor": MethodEntry(Replicated, decode=True, keys_stay=True, replicated=True, slices_linears=True),
         "local": MethodEntry(Local, keys_stay=True),
         "runahead": MethodEntry(Runahead, prefill=True, contiguous=True, narrows=True),
         "tsp": MethodEntry(TSP, prefill=True, contiguous=True),

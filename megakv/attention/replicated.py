@@ -26,10 +26,6 @@ class Replicated:
         return merge_parts(gathered[..., :-1], gathered[..., -1])
 
 
-class Sliced(Replicated):
-    """As `replicated`, and each rank computes its slice of every linear, as tensor parallelism does."""
-
-
 class Local:
     """Each rank attends to its own keys and values, without communication: those of a sequence lie on one rank."""
 

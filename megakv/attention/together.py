@@ -129,10 +129,10 @@ def attend_rows(
             runs = {sequence: [] for sequence in single.tolist()}
     for part in parts:
         if (own := runs.get(part.sequence)) is not None:
-            if (found := part.runs(q_HLD, int(tokens.slot[tokens.bounds[part.sequence]]), scoring)) is None:
+            if (where := part.runs(q_HLD, int(tokens.slot[tokens.bounds[part.sequence]]), scoring)) is None:
                 del runs[part.sequence]
             else:
-                own.append(found)
+                own.append(where)
     if kernel is not None and len(runs) == len(tokens):
         return _in_one_call(kernel, q_HLD, list(runs.values()), kv_heads, value_dim, scoring.scale)
     apart = np.flatnonzero(~np.isin(tokens.sequence, list(runs)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,17 +65,26 @@ class PackedQueries:
 
 @dataclass
 class LayerAttention:
-    """Attention of one engine's model, layer by layer."""
+    """Attention of one engine's model over its mesh, layer by layer."""
 
     comm: Communicator
     planner: PassPlanner
-    compressor: Compressor | None
-    eviction: Eviction | None
-    replicas: HeadReplicas | None
-    methods: dict[str, AttentionMethod]
-    """Methods that were used so far, by name."""
+    """Decides where the tokens of a pass go and which methods serve it."""
+    compressor: Compressor | None = None
+    """Compresses the cache after a prompt."""
+    replicas: HeadReplicas | None = None
+    """KV heads on several tensor-parallel ranks that share their tokens."""
+    methods: dict[str, AttentionMethod] = field(default_factory=dict)
+    """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
 
-    def attend(
+    eviction: Eviction | None = field(init=False)
+    """Keeps caches within their budgets while decoding, if they are to be."""
+
+    def __post_init__(self) -> None:
+        compressor = self.compressor
+        self.eviction = None if compressor is None or compressor.interval is None else Eviction(compressor)
+
+    def attend_layer(
         self,
         plan: PassPlan,
         layer: int,
@@ -218,10 +227,10 @@ def _checked(name: str, result: Any, call: AttentionCall) -> tuple[Tensor, Tenso
     """What a method returned the first time: its author may be somebody else."""
     rows = tuple(call.q_HLD.shape[:2])
     found = [tuple(getattr(each, "shape", ())) for each in result] if isinstance(result, tuple) else []
-    if len(found) != 2 or found[0][:-1] != rows or found[1] != rows:
+    if found != (right := [(*rows, call.value_dim), rows]):
         raise ValueError(
             f"attention method {name!r} returned {found or type(result).__name__}; allowed: outputs and their "
-            f"log-sum-exps, of shapes {[(*rows, call.value_dim), rows]}"
+            f"log-sum-exps, of shapes {right}"
         )
     return result
 

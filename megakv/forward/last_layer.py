@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.forward.wanted import LastRows
+from megakv.forward.pass_plan import LastRows
 from megakv.weights.fp8 import feed_forward_linears
 from megakv.weights.placement.attention import OUTPUTS, SEPARATE, attention_modules
 from megakv.weights.placement.plan import decoder_layers

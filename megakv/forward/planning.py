@@ -33,7 +33,6 @@ from megakv.forward.choice import (
 from megakv.forward.config import ContextParallelConfig
 from megakv.forward.pass_plan import PassPlan
 from megakv.forward.prefill_planner import PrefillPlanner
-from megakv.forward.traits import ModelTraits
 from megakv.runahead.config import RunaheadConfig
 from megakv.runahead.source import PartitionSource
 
@@ -43,6 +42,24 @@ KEPT_CHOICES = 256
 """Such choices that are kept: sequences come and go from step to step where many are served."""
 MESSAGES, MESSAGE_ELEMENTS = 15, 1024
 """Sent to see what a message takes, and their size: about that of a layer's sum for one token."""
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """Properties of one engine's model; the defaults promise nothing."""
+
+    last_layer: int | None = None
+    """The layer whose results nobody but the output head reads, if the model has such a one."""
+    few_rows: int = 1
+    """Tokens of a pass up to which layers compute it as a step of decoding, on all ranks alike."""
+    pairs: bool = False
+    """Whether that multiplies bfloat16 by pairs where a sequence has many of them."""
+    sliced_rows: int = 0
+    """Tokens of a pass up to which slices, of all tokens on every rank, take less than shards of them do."""
+    slices: bool | None = None
+    """Whether what ranks are spared by slices of feed-forward layers is worth a message; None: they have no slices."""
+    length_dependent: bool = False
+    """Whether rotary frequencies follow the longest sequence of a pass."""
 
 
 @dataclass
@@ -115,7 +132,7 @@ class PassPlanner:
         """
         size = workload.size
         if size == 1:
-            return balanced(new, 1), "local" if cache.holds_compressed or self.divided else "pass_kv"
+            return Layout((new,), (new,)), "local" if cache.holds_compressed or self.divided else "pass_kv"
         held = cache.table.counts() if cache.length else None
         if self.decodes(workload, proposed):
             return self._decode_layout(new, workload, held)

@@ -3,54 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megakv.attention.device_step import LayerKind
-from megakv.attention.method import AttentionMethod
 from megakv.attention.reference import Scoring
 from megakv.attention.runahead import Runahead
-from megakv.attention.step import TokenStep, load_step, token_step
+from megakv.attention.step import load_step, token_step
 from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
 from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.store import KVStore
 from megakv.costmodel.context_parallel import Workload
-from megakv.distributed.comm import Communicator
-from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
-from megakv.fairkv.compression import Compressor
 from megakv.fairkv.compression_plan import CompressionPlan
-from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
 from megakv.forward.attend import WITHIN, LayerAttention
-from megakv.forward.pass_plan import Generation, PassPlan, PassState
+from megakv.forward.pass_plan import Generation, LastRows, PassPlan, PassState, Wanted
 from megakv.forward.pauses import Pauses
-from megakv.forward.planning import PassPlanner
-from megakv.forward.traits import ModelTraits
-from megakv.forward.wanted import LastRows, Wanted
-
-if TYPE_CHECKING:
-    from megakv.fairkv.replicas import HeadReplicas
+from megakv.forward.planning import ModelTraits
 
 
 @dataclass
-class Runtime:
-    """Attention of one engine's model over its mesh."""
+class Runtime(LayerAttention):
+    """The attention of an engine, and the forward pass that is under way."""
 
-    comm: Communicator
-    planner: PassPlanner
-    """Decides where the tokens of a pass go and which methods serve it."""
-    compressor: Compressor | None = None
-    """Compresses the cache after a prompt."""
-    replicas: HeadReplicas | None = None
-    """KV heads on several tensor-parallel ranks that share their tokens."""
     dtype: torch.dtype = torch.float32
     """In which attention is computed and cached where its inputs are not of one type, or autocast would make them of
     another: the model's.
@@ -61,18 +43,13 @@ class Runtime:
     """Of the pass that begins next."""
     generation: Generation | None = None
     """The `generate` call under way."""
-    methods: dict[str, AttentionMethod] = field(default_factory=dict)
-    """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
     rotate: Callable[[int, Tensor, int], Tensor] | None = None
     """Moves a layer's keys ``[n, D]`` on by so many positions."""
     _life: int = 0
     _kernel: bool | None = None
 
-    @property
-    def _attention(self) -> LayerAttention:
-        return LayerAttention(self.comm, self.planner, self.compressor, self.eviction, self.replicas, self.methods)
-
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._forget()
 
     @property
@@ -108,12 +85,6 @@ class Runtime:
             rotate=self.rotate,
         )
 
-    @property
-    def eviction(self) -> Eviction | None:
-        """Keeps caches within their budgets while decoding, if they are to be."""
-        compressor = self.compressor
-        return None if compressor is None or compressor.interval is None else Eviction(compressor)
-
     def plan(
         self,
         new: TokenBlock,
@@ -141,43 +112,23 @@ class Runtime:
         if (eviction := self.eviction) is not None and cache.compresses:
             full, watched = eviction.plan(cache, lengths, turn, compress)
             evict = full if ends else ()
-        rank = self.comm.mesh.cp_rank
+        workload, plain = None, False
+        method: str | None = "local"
         if not len(new):
-            # There is nothing to attend to; a stand-in row on every rank goes through the layers.
-            layout = balanced(new, size)
-            # What came of a turn that goes on stays whole, windows or not: it may be compressed when it ends.
-            going = None if ends else turn
-            last, state = self._last_rows(layout, wanted)
-            return PassPlan(
-                layout=layout,
-                cache=cache,
-                method="local",
-                slots=slots,
-                rank=rank,
-                wanted=wanted,
-                last=last,
-                compression=CompressionPlan(going),
-                generation=self.generation,
-                pauses=pauses,
-                outer=outer,
-                use_cache=use_cache,
-                return_dict=return_dict,
-                state=state,
-            )
-        held = cache.table.counts().sum(0) if cache.length else np.zeros_like(lengths)
-        workload = Workload(tuple(lengths.tolist()), tuple(held.tolist()), size)
-        layout, method = self.planner.plan(new, cache, workload, proposed)
-        # The last layer can do with the tokens whose results are asked for. It does where there is one of each
-        # sequence, as when text is generated, unless something may be compressed, which takes all queries.
-        asked = wanted.tokens(new.batch)
-        compression = CompressionPlan(turn, compress, evict, watched)
-        plain = self.replicas is None and compression.idle and pauses is None
-        # Where all rows go through layers at once, leaving some out would take longer than to compute them.
-        steps = plain and len(new) <= self.traits.few_rows and (size == 1 or layout.replicated)
-        decodes = steps or self.planner.decodes(workload, proposed)
-        narrow = self.traits.last_layer is not None and not compression.scored and not decodes
-        if narrow and len(asked) < len(new) and len(asked) and np.diff(asked.bounds).max() <= 1:
-            layout = layout.narrowed(asked)
+            # There is nothing to attend to; a stand-in row on every rank goes through the layers. What came of a turn
+            # that goes on stays whole, windows or not: it may be compressed when it ends.
+            layout, compression = Layout((new,) * size, (new,) * size), CompressionPlan(None if ends else turn)
+        else:
+            held = cache.table.counts().sum(0) if cache.length else np.zeros_like(lengths)
+            workload = Workload(tuple(lengths.tolist()), tuple(held.tolist()), size)
+            layout, method = self.planner.plan(new, cache, workload, proposed)
+            compression = CompressionPlan(turn, compress, evict, watched)
+            idle = self.compressor is None or compression.idle
+            plain = self.replicas is None and idle and pauses is None
+            # Where all rows go through layers at once, leaving some out would take longer than to compute them.
+            steps = plain and len(new) <= self.traits.few_rows and (size == 1 or layout.replicated)
+            if not (steps or compression.scored or self.planner.decodes(workload, proposed)):
+                layout = self._narrowed(layout, new, wanted)
         last, state = self._last_rows(layout, wanted)
         one = None
         if plain and self._steps():
@@ -188,7 +139,7 @@ class Runtime:
             cache=cache,
             method=method,
             slots=slots,
-            rank=rank,
+            rank=self.comm.mesh.cp_rank,
             wanted=wanted,
             workload=workload,
             proposed=proposed,
@@ -201,6 +152,16 @@ class Runtime:
             return_dict=return_dict,
             state=state,
         )
+
+    def _narrowed(self, layout: Layout, new: TokenBlock, wanted: Wanted) -> Layout:
+        """A layout whose last layer does with the tokens whose results are asked for.
+
+        It does where there is one of each sequence, as when text is generated, unless something may be compressed,
+        which takes all queries.
+        """
+        asked = wanted.tokens(new.batch)
+        fewer = self.traits.last_layer is not None and 0 < len(asked) < len(new)
+        return layout.narrowed(asked) if fewer and np.diff(asked.bounds).max() <= 1 else layout
 
     def _last_rows(self, layout: Layout, wanted: Wanted) -> tuple[LastRows, PassState]:
         """The packed rows of this rank whose logits are wanted, and the state of a pass that knows them.
@@ -253,7 +214,7 @@ class Runtime:
         Under autocast a model hands over what its operators happen to return, in one turn of a session and perhaps not
         in the next: messages, caches and merges are all in the model's type, which loses nothing.
 
-        Shapes are as in `LayerAttention.attend`.
+        Shapes are as in `attend_layer`.
         """
         kind, step = q_BHSD.device.type, self.current
         assert step is not None, "attention outside a forward pass"
@@ -263,16 +224,19 @@ class Runtime:
             step.state.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
         if step.pauses is not None:
             self._reach(step.pauses, 2 * layer)
-        if step.token_step is not None:
-            out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-            if out is not None:
+        if (one := step.token_step) is not None and one.computes(q_BHSD, k_BKSD, v_BKSD, scoring):
+            table = one.rows(step.cache.store(layer), k_BKSD[0], v_BKSD[0])
+            if table is not None:
+                out = one.attend(layer, table, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+                self.stepped(step, layer, scoring.window)
+                self.comm.ledger.enter_dense()
                 return out
         if not torch.is_autocast_enabled(kind) and q_BHSD.dtype == k_BKSD.dtype == v_BKSD.dtype:
-            out = self._attention.attend(step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
+            out = self.attend_layer(step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
         else:
             with torch.autocast(kind, enabled=False):
                 q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
-                out = self._attention.attend(step, layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
+                out = self.attend_layer(step, layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
         if step.pauses is not None and not step.more:
             self._reach(step.pauses, 2 * layer + 1)
         return out
@@ -281,26 +245,6 @@ class Runtime:
         decoding = self.comm.ledger.decoding
         pauses.reach(stop)
         self.comm.ledger.decoding = decoding
-
-    def _token_attended(
-        self,
-        step: PassPlan,
-        one: TokenStep,
-        layer: int,
-        q_BHSD: Tensor,
-        k_BKSD: Tensor,
-        v_BKSD: Tensor,
-        scoring: Scoring,
-        sinks: Tensor | None,
-    ) -> Tensor | None:
-        """All of it in one call; None, with nothing done, where the layer or its store is not for that."""
-        if not one.computes(q_BHSD, k_BKSD, v_BKSD, scoring):
-            return None
-        out = one.attend(layer, step.cache.store(layer), q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
-        if out is not None:
-            self.stepped(step, layer, scoring.window)
-            self.comm.ledger.enter_dense()
-        return out
 
     def stepped(self, step: PassPlan, layer: int, window: int | None, method: str | None = None) -> None:
         """A layer has stored the new rows of a step of decoding, and attended to all; by that method, or the pass's."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,15 +18,14 @@ from megakv.cache.cache import ShardedCache
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import IntArray, new_tokens
 from megakv.forward.last_layer import LastLayerRows
-from megakv.forward.pass_plan import PassPlan
+from megakv.forward.pass_plan import LastRows, PassPlan, Wanted
+from megakv.forward.planning import ModelTraits
 from megakv.forward.runtime import Runtime
-from megakv.forward.traits import ModelTraits
-from megakv.forward.wanted import LastRows, Wanted
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
+from megakv.injection.step import StepKernel, TokenLayers
 from megakv.injection.step_graphs import step_graphs
-from megakv.injection.token_layers import TokenLayers
 from megakv.weights.products import Products
 
 REFUSED_INPUTS = {
@@ -65,7 +63,7 @@ class ForwardHooks:
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._positions = Positions(model)
         length_dependent = depends_on_length(model)
-        self._last_layer = LastLayerRows(model, self._narrowed)
+        self._last_layer = LastLayerRows(model, lambda: _last_rows(runtime))
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
@@ -79,18 +77,18 @@ class ForwardHooks:
         self._layers = TokenLayers(model, products, self._slices, runtime, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
         graphs = graphs and in_memory and self._positions.taken and not length_dependent
-        self._graphs = step_graphs(model, runtime) if graphs else None
-        traits = ModelTraits(
+        captured = step_graphs(model, runtime) if graphs else None
+        self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
+        # A turn that may be compressed is not computed in slices.
+        slices = in_memory and self._slices is not None and runtime.compressor is None
+        self.traits = ModelTraits(
             last_layer=self._last_layer.attention,
             slices=None if self._slices is None else self._slices.gains,
             length_dependent=length_dependent,
+            few_rows=products.most_rows if in_memory else 1,
+            pairs=in_memory and products.pairs,
+            sliced_rows=products.most_rows if slices and self._layers.meet_in_memory() else 0,
         )
-        if in_memory:
-            traits = replace(traits, few_rows=products.most_rows, pairs=products.pairs)
-            # A turn that may be compressed is not computed so.
-            if self._slices is not None and runtime.compressor is None and self._layers.meet_in_memory():
-                traits = replace(traits, sliced_rows=products.most_rows)
-        self.traits = traits
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)
 
@@ -104,19 +102,10 @@ class ForwardHooks:
             return math.inf
         return self.traits.few_rows if self._runtime.comm.mesh.cp_size == 1 else self.traits.sliced_rows
 
-    def _narrowed(self) -> LastRows | None:
-        """The rows of the last layer that are wanted in the pass under way, where it leaves out others.
-
-        Few tokens all go through it: whether it is one call or many, ranks' messages are the same.
-        """
-        step = self._runtime.current
-        return None if step is None or step.token_step is not None else step.last
-
     def remove(self) -> None:
         """Take the hooks off the model."""
-        self._layers.remove()
-        if self._graphs is not None:
-            self._graphs.remove()
+        for kernel in self._kernels:
+            kernel.remove()
         if self._slices is not None:
             self._slices.remove()
         self._linears.remove()
@@ -157,9 +146,7 @@ class ForwardHooks:
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
         returned = {name: inputs.get(name) is not False for name in ("use_cache", "return_dict")}
         step = self._runtime.current = self._runtime.plan(new, cache, past + length, wanted, **returned)
-        self._layers.begin(step)
-        if self._graphs is not None:
-            self._graphs.begin(step)
+        step.state.kernel = next((kernel for kernel in self._kernels if kernel.takes(step)), None)
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.compression.turn is not None)
         if step.compression.evict:
@@ -313,3 +300,12 @@ class ForwardHooks:
             shared[upload(wanted.sequence[rows], device), upload(wanted.column[rows], device)] = piece
         shared = logits.new_zeros(shape) if shared is None else shared
         return shared if wanted.picked is None else shared[:, upload(wanted.picked, device)]
+
+
+def _last_rows(runtime: Runtime) -> LastRows | None:
+    """The rows of the last layer that are wanted in the pass under way, where it may leave out others.
+
+    Few tokens all go through it: whether it is one call or many, ranks' messages are the same.
+    """
+    step = runtime.current
+    return None if step is None or step.token_step is not None else step.last

@@ -92,6 +92,33 @@ def attend_of(module: nn.Module) -> Attend:
     return attend
 
 
+class _Reached(Exception):  # noqa: N818
+    """Attention was called. No error, but the way out of a module's forward: what it has by then is all that counts."""
+
+    def __init__(self, k_BKSD: Tensor, v_BKSD: Tensor):
+        super().__init__()
+        self.found = k_BKSD[0], v_BKSD[0]
+
+
+def _stop(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
+    raise _Reached(k_BKSD, v_BKSD)
+
+
+def stopped_at_attention(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` with which an attention module's own code calls attention, which is
+    not computed.
+    """
+    attend = getattr(module, ATTEND_ATTRIBUTE)
+    setattr(module, ATTEND_ATTRIBUTE, _stop)
+    try:
+        module.forward(*args, **kwargs)
+    except _Reached as reached:
+        return reached.found
+    finally:
+        setattr(module, ATTEND_ATTRIBUTE, attend)
+    raise ValueError(f"{type(module).__name__} returned without calling attention")
+
+
 def attention_function(
     module: nn.Module,
     query: Tensor,

@@ -24,6 +24,7 @@ from megakv.base.library import TYPES
 from megakv.forward.last_layer import LastLayerRows
 from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask, scoring_of
 from megakv.injection.linears import FewRowsForward
+from megakv.injection.prompt_layer import PromptLayer
 from megakv.injection.recomputation import Recomputation
 from megakv.weights.placement.attention import SEPARATE
 from megakv.weights.tensor_parallel import RowParallelLinear
@@ -49,8 +50,8 @@ SETTINGS = {
 """Attributes of attention modules of which it is known what they do."""
 OWN_HOOKS = LastLayerRows, Recomputation
 """Those that leave out rows of prompts do nothing where all rows are wanted, and inputs are shown by whoever calls."""
-OWN_FILES = tuple(str(Path(package.__file__).parent) for package in (torch, transformers))
-PROBED_POSITIONS, PROBED_WINDOW = (0, 5, 131_071), 3
+OWN_FILES = tuple(str(Path(package.__file__ or "").parent) for package in (torch, transformers))
+PROBED_POSITIONS, PROBED_WINDOW = (0, 5, 8192, 131_071), 3
 
 
 def is_kind(model_type: str) -> bool:
@@ -88,7 +89,7 @@ def _is_own(function: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=256)
-def _named(kind: type, forward: Any, call: Any) -> tuple[str, str]:
+def _named(kind: Any, forward: Any, call: Any) -> tuple[str, str]:
     """A class's module and name, if it is the one that its file has, and runs what it has there."""
     own = getattr(sys.modules.get(kind.__module__), kind.__name__, None) is kind
     known = own and _is_own(forward) and _is_own(call)
@@ -97,7 +98,7 @@ def _named(kind: type, forward: Any, call: Any) -> tuple[str, str]:
 
 def class_of(module: nn.Module) -> tuple[str, str]:
     """See `_named`; two empty texts where the module's class, or what it runs, is somebody's own."""
-    kind = type(module)
+    kind: Any = type(module)
     return _named(kind, kind.forward, kind.__call__)
 
 
@@ -205,10 +206,11 @@ def _apart(module: nn.Module) -> nn.Module:
     return own
 
 
-def agrees(layer: Any, calls: LayerCalls) -> bool:
+def agrees(layer: Any, calls: LayerCalls, prompt: PromptLayer) -> bool:
     """Whether compiled calls make of a few rows what the layer's own code does, at long positions and with a window.
 
-    A layer whose linears are summed over tensor-parallel ranks is compared up to its attention.
+    So it is with those for prompts. A layer whose linears are summed over tensor-parallel ranks is compared up to its
+    attention.
     """
     attention, generator, dim = layer.self_attn, torch.Generator("cpu").manual_seed(0), layer.self_attn.head_dim
     heads, rows, found = calls.weights.heads, len(PROBED_POSITIONS), list[Any]()
@@ -227,20 +229,24 @@ def agrees(layer: Any, calls: LayerCalls) -> bool:
     given = {"attention_mask": CausalMask(PROBED_WINDOW), "position_ids": positions, "position_embeddings": (cos, sin)}
     own: Any = _apart(layer)
     setattr(own.self_attn, ATTEND_ATTRIBUTE, attend)
-    expected = [*calls.heads(calls.project(x, cos, sin, whole=True))]
+    summed = any(isinstance(each, RowParallelLinear) for each in linears(layer))
+    mine = [calls.project(x, cos, sin, whole=True), prompt.project(x, cos, sin)]
+    results = [calls.heads(packed) for packed in mine]
     try:
         with torch.no_grad():
-            if any(isinstance(each, RowParallelLinear) for each in linears(layer)):
+            if summed:
                 own.self_attn.o_proj = nn.Identity()
                 own.self_attn(own.input_layernorm(x), **given)
             else:
-                out = type(layer).forward(own, x, **given)
-                expected.append(calls.feed_forward(x, attended, projected=False, whole=True)[1])
-                found.insert(3, out)
+                found.append(type(layer).forward(own, x, **given))
+                results[0].append(calls.feed_forward(x, attended, projected=False, whole=True)[1])
+                results[1].append(prompt.outputs(x, attended.flatten(2), (None, None)))
     except Exception:
         # Its code is of another version than those that are known here.
         return False
-    if found[len(expected) :] != [scoring_of(attention.scaling, PROBED_WINDOW, None), None]:
+    q, k, v, scoring, sinks, *out = found
+    if scoring != scoring_of(attention.scaling, PROBED_WINDOW, None) or sinks is not None:
         return False
-    bound, pairs = 4 * TOLERANCE[calls.dtype], zip(found, expected, strict=False)
+    pairs = [pair for result in results for pair in zip((q, k, v, *out), result, strict=True)]
+    bound = 4 * TOLERANCE[calls.dtype]
     return all(bool((one - two).abs().max() <= bound * one.abs().max()) for one, two in pairs)

@@ -15,6 +15,7 @@ What is not known to be right when cut is computed whole, as are norms and route
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,7 @@ from transformers import PreTrainedModel
 
 from megakv.distributed.comm import Communicator, Over
 from megakv.forward.pass_plan import PassPlan
-from megakv.injection.linears import FewRowsForward, FewRowsLinears
-from megakv.injection.weight_slice import Slice, cut_product, product
+from megakv.injection.linears import FewRowsLinears, Slice, cut_product, product
 from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention
 from megakv.weights.placement.plan import (
     beside_attention,
@@ -175,14 +175,12 @@ class LinearSlices:
     """Slices of a model's linears for the passes of which `current` says that they go by them, until `remove`.
 
     `pays` says whether to cut the projections around attention, which takes a message for each of the two places; the
-    feed-forward and the output head are cut in any case, and `gains` says whether that pays. `whole` names what is
-    computed whole on every rank, and why. Every rank must make them.
+    feed-forward and the output head are cut in any case, and `gains` says whether that pays. Every rank must make them.
     """
 
     def __init__(
         self, model: PreTrainedModel, linears: FewRowsLinears, comm: Communicator, *, current: Current, pays: Pays
     ):
-        self.whole: dict[str, str] = {}
         self._comm, self._current = comm, current
         self._forwards = {id(forward.linear): forward for forward in linears.forwards}
         self._experts: list[SlicedExperts] = []
@@ -190,16 +188,16 @@ class LinearSlices:
         self._spared = dict.fromkeys(("inputs", "outputs", "feed_forward"), 0)
         self._inputs: list[tuple[int, list[Any]]] = []
         self._outputs: list[tuple[int, Any]] = []
-        model_type, count = model.config.get_text_config().model_type, 1
+        model_type = model.config.get_text_config().model_type
         self._cut_head(model.get_output_embeddings())
         try:
             layers, rows = decoder_layers(model)[1], row_parallel_names(model)
-        except ValueError as error:
-            self.whole["decoder layers"] = str(error)
-        else:
-            count = len(layers)
-            for index, layer in enumerate(layers):
-                self._cut_layer(index, layer, model_type, rows)
+        except ValueError:
+            # It is not known which layers it has.
+            layers, rows = nn.ModuleList(), frozenset()
+        for index, layer in enumerate(layers):
+            self._cut_layer(index, layer, model_type, rows)
+        count = max(len(layers), 1)
         # One answer for all layers and ranks: they meet in each.
         found = pays({kind: nbytes // count for kind, nbytes in self._spared.items()})
         self.gains = found["feed_forward"]
@@ -227,8 +225,8 @@ class LinearSlices:
     def _cut_layer(self, index: int, layer: nn.Module, model_type: str, rows: frozenset[str]) -> None:
         try:
             name, attention = find_attention(layer, model_type)
-        except ValueError as error:
-            self.whole["attention and feed-forward"] = str(error)
+        except ValueError:
+            # Attention of a kind that is not known: the layer is computed whole.
             return
         self._find_projections(index, attention)
         mixed = any(isinstance(module, nn.ModuleList) for module in layer.modules())
@@ -236,32 +234,25 @@ class LinearSlices:
         for inner, module in beside_attention(layer, name):
             try:
                 specs = feed_forward_specs(module, model_type, rows, rank, size, holds_attention=not inner)
-            except ValueError as error:
-                self.whole["feed-forward"] = str(error)
+            except ValueError:
                 continue
             if is_experts(module):
                 self._cut_experts(index, module, specs)
-            elif mixed and specs:
-                self.whole["feed-forward"] = "tokens are sent to experts that are modules of their own"
-            elif specs:
+            elif specs and not mixed:
+                # Tokens are not sent to experts that are modules of their own.
                 self._cut_linears(index, module, specs)
 
     def _find_projections(self, index: int, attention: nn.Module) -> None:
         children = {name: child for name, child in attention.named_children() if isinstance(child, nn.Linear)}
         inputs = [children[name] for name in (*SEPARATE, *FUSED) if name in children]
-        if LATENT in children:
-            self.whole["queries, keys and values"] = "latents are made in several steps"
-        elif not self._known(inputs):
-            self.whole["queries, keys and values"] = "their linears are not plain ones"
-        else:
+        # Latents are made in several steps.
+        if LATENT not in children and self._known(inputs):
             self._inputs.append((index, inputs))
             self._spare("inputs", *(linear.weight for linear in inputs))
         output = [children[name] for name in OUTPUTS if name in children][:1]
         if self._known(output):
             self._outputs.append((index, output[0]))
             self._spare("outputs", output[0].weight)
-        else:
-            self.whole["output projections"] = "they are not plain linears"
 
     def _cut_linears(self, index: int, module: nn.Module, specs: dict[str, SliceSpec]) -> None:
         cut = {
@@ -271,8 +262,6 @@ class LinearSlices:
         }
         linears: list[Any] = [module.get_submodule(name) for name in cut]
         if not self._known(linears):
-            if linears:
-                self.whole["feed-forward"] = "its linears are not plain ones"
             return
         self._spare("feed_forward", *(linear.weight for linear in linears))
         for linear, spec in zip(linears, cut.values(), strict=True):
@@ -284,7 +273,7 @@ class LinearSlices:
 
     def _cut_experts(self, index: int, module: nn.Module, specs: dict[str, SliceSpec]) -> None:
         if "forward" in vars(module):
-            self.whole["experts"] = "they are computed in another way"
+            # They are computed in another way.
             return
         sliced: Any = SlicedExperts(module, specs, self._comm, index, self._active)
         module.forward = sliced
@@ -294,11 +283,10 @@ class LinearSlices:
 
     def _cut_head(self, head: Any) -> None:
         mesh = self._comm.mesh
-        if not self._known([head]) or head.weight.shape[0] < mesh.world_size:
-            self.whole["output head"] = "it is not a plain linear"
-            return
-        # All ranks have it whole.
-        self._install([head], GatheredRows([head], self._comm, "world", mesh.rank, mesh.world_size, None), last=True)
+        if self._known([head]) and head.weight.shape[0] >= mesh.world_size:
+            # All ranks have it whole.
+            rows = GatheredRows([head], self._comm, "world", mesh.rank, mesh.world_size, None)
+            self._install([head], rows, last=True)
 
     def _columns(self, linear: nn.Linear) -> tuple[int, int]:
         """This rank's run of columns; ranks beyond their number have none."""
@@ -315,20 +303,14 @@ class LinearSlices:
     def _install(self, linears: Sequence[Any], part: Part, *, last: bool = False) -> None:
         for linear in linears:
             self._parts[id(linear)] = part
-            forward: FewRowsForward = self._forwards[id(linear)]
-            forward.sliced = _Sliced(linear, part, self._active, self._current if last else None)
+            self._forwards[id(linear)].sliced = partial(self._sliced, linear, part, last)
 
-
-class _Sliced:
-    """One linear's part in passes that go by slices; None in others."""
-
-    def __init__(self, linear: nn.Linear, part: Any, active: Callable[[], bool], head: Current | None):
-        self._linear, self._part, self._active, self._head = linear, part, active, head
-
-    def __call__(self, x: Tensor) -> Tensor | None:
-        if not self._active():
+    def _sliced(self, linear: nn.Linear, part: Any, last: bool, x: Tensor) -> Tensor | None:
+        """One linear's part in passes that go by slices; None in others. The output head is the `last` linear."""
+        step = self._current()
+        if step is None or not self._active():
             return None
-        out: Tensor | None = self._part.output(self._linear, x)
-        if self._head is not None and (step := self._head()) is not None:
+        out: Tensor | None = part.output(linear, x)
+        if last:
             step.state.gathered_logits = out
         return out

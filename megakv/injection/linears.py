@@ -1,4 +1,6 @@
-"""Linears of a model's decoder layers and its output head on processors, which multiply as `Products` says."""
+"""Linears of a model's decoder layers and its output head on processors, which multiply as `Products` says; parts of
+them, for ranks that divide them.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +8,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.weights.placement.plan import decoder_layers
+from megakv.weights.placement.slices import Ranges
 from megakv.weights.products import (
     PLAIN,
     Products,
@@ -79,3 +84,47 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
         return list(decoder_layers(model)[1])
     except ValueError:
         return []
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    products: Products = PLAIN,
+) -> Tensor:
+    """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
+    own = few_rows(x) and weight.stride(-1) == 1
+    return rows_product(x, weight, bias, products) if own else F.linear(x, weight, bias)
+
+
+def cut_product(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) -> Tensor:
+    """The outputs of some runs of a weight's rows, one behind the other."""
+    parts = [product(x, weight[a:b], None if bias is None else bias[a:b]) for a, b in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+class Slice:
+    """Some rows, or columns, of a linear's weight: views, made anew only where it has been given another weight."""
+
+    __slots__ = ("_bias", "_columns", "_linear", "_products", "_rows", "_view", "_weight")
+
+    def __init__(
+        self, linear: nn.Linear, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
+    ):
+        self._linear, self._rows, self._columns = linear, slice(*(rows or (None,))), slice(*(columns or (None,)))
+        self._weight: Tensor | None = None
+        forward = vars(linear).get("forward")
+        self._products = forward.products if isinstance(forward, FewRowsForward) else PLAIN
+
+    def product(self, x: Tensor) -> Tensor:
+        """``[..., in]`` times it; with the bias of its rows, where they are whole."""
+        return product(x, *self.views(), self._products)
+
+    def views(self) -> tuple[Tensor, Tensor | None]:
+        """Its part of the weight, and the bias of its rows, where they are whole."""
+        weight = self._linear.weight
+        if weight is not self._weight:
+            bias, whole = self._linear.bias, self._columns == slice(None)
+            self._weight, self._view = weight, weight[self._rows, self._columns]
+            self._bias = bias[self._rows] if bias is not None and whole else None
+        return self._view, self._bias

@@ -12,7 +12,6 @@ input: its key stays rotated as in the pass that made it, whatever passes and se
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from transformers import PreTrainedModel
 from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray
 from megakv.forward.pass_plan import PassPlan
-from megakv.injection.interface import ATTEND_ATTRIBUTE
+from megakv.injection.interface import ATTEND_ATTRIBUTE, stopped_at_attention
 from megakv.injection.policy import depends_on_length
 
 QUERY_PROJECTION = "q_proj"
@@ -32,19 +31,6 @@ CACHES = ("past_key_values", "layer_past")
 """Arguments that are not kept from a call: they would keep a cache alive that nobody else holds."""
 TABLE_ROWS = 1024
 """Positions by which the table of rotary embeddings grows."""
-
-
-class _Reached(Exception):  # noqa: N818
-    """Attention was called. No error, but the way out of a module's forward: what it has by then is all that counts."""
-
-    def __init__(self, k_BKSD: Tensor, v_BKSD: Tensor):
-        super().__init__()
-        self.found = k_BKSD[0], v_BKSD[0]
-
-
-def _stop(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *_: Any) -> Tensor:
-    """In the place of the engine's attention while keys and values are recomputed: leaves the forward."""
-    raise _Reached(k_BKSD, v_BKSD)
 
 
 class _NoQueries(nn.Module):
@@ -170,12 +156,18 @@ class Recomputation:
         if isinstance(kwargs.get("position_ids"), Tensor):
             kwargs["position_ids"] = self._on_device(positions, x_LE.device).unsqueeze(0)
         args = () if HIDDEN in kwargs else (x_LE.unsqueeze(0), *others)
+        queries: Any = module._modules.get(QUERY_PROJECTION)
+        queries = queries if hasattr(queries, "out_features") else None
+        state = self._current().state
+        state.recomputing = True
+        if queries is not None:
+            module._modules[QUERY_PROJECTION] = _NoQueries(queries.out_features)
         try:
-            with self._stopping(module):
-                module.forward(*args, **kwargs)
-        except _Reached as reached:
-            return reached.found
-        raise AssertionError("an attention module returned without calling attention")
+            return stopped_at_attention(module, *args, **kwargs)
+        finally:
+            state.recomputing = False
+            if queries is not None:
+                module._modules[QUERY_PROJECTION] = queries
 
     def _embeddings(self, layer: int, positions: IntArray, device: torch.device) -> tuple[Tensor, ...]:
         table = self._tables[layer]
@@ -185,21 +177,3 @@ class Recomputation:
     def _on_device(self, positions: IntArray, device: torch.device) -> Tensor:
         """Positions, copied once in a pass: every layer asks for the same."""
         return self._current().once(positions.tobytes(), lambda: upload(np.ascontiguousarray(positions), device))
-
-    @contextmanager
-    def _stopping(self, module: nn.Module) -> Any:
-        attend = getattr(module, ATTEND_ATTRIBUTE)
-        queries: Any = module._modules.get(QUERY_PROJECTION)
-        queries = queries if hasattr(queries, "out_features") else None
-        step = self._current()
-        step.state.recomputing = True
-        setattr(module, ATTEND_ATTRIBUTE, _stop)
-        if queries is not None:
-            module._modules[QUERY_PROJECTION] = _NoQueries(queries.out_features)
-        try:
-            yield
-        finally:
-            step.state.recomputing = False
-            setattr(module, ATTEND_ATTRIBUTE, attend)
-            if queries is not None:
-                module._modules[QUERY_PROJECTION] = queries

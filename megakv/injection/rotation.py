@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from megakv.base.laws import CombinationError
 from megakv.injection.families import SubstitutedForward
-from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask
+from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask, stopped_at_attention
 from megakv.injection.policy import depends_on_length
 
 FUNCTION = "apply_rotary_pos_emb"
@@ -25,19 +25,6 @@ POSITIONS = (5, 11)
 """At which keys are compared."""
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4}
 """Of their differences, relative to the largest; others are in 16 bits."""
-
-
-class _Reached(Exception):  # noqa: N818
-    """Attention was called with these keys: the way out of a module's forward."""
-
-    def __init__(self, k_BKSD: Tensor):
-        super().__init__()
-        self.keys = k_BKSD[0]
-
-
-def _stop(layer: int, q_BHSD: Tensor, k_BKSD: Tensor, *_: Any) -> Tensor:
-    """In the place of the engine's attention."""
-    raise _Reached(k_BKSD)
 
 
 class KeyRotation:
@@ -116,22 +103,16 @@ class KeyRotation:
         }
         names = inspect.signature(module.forward).parameters
         given = {name: value for name, value in known.items() if name in names or "inputs" in names}
-        attend = getattr(module, ATTEND_ATTRIBUTE)
-        setattr(module, ATTEND_ATTRIBUTE, _stop)
         # Weights that lie on the host have no memory here; others of their shape do as well.
         away = [(each, each.data) for each in module.parameters() if each.data.untyped_storage().nbytes() < each.nbytes]
         try:
             for parameter, _ in away:
                 values = torch.randn(parameter.shape, generator=random) / parameter.shape[-1] ** 0.5
                 parameter.data = values.to(parameter.device, parameter.dtype)
-            module.forward(hidden, **given)
-        except _Reached as reached:
-            return reached.keys
+            return stopped_at_attention(module, hidden, **given)[0]
         finally:
-            setattr(module, ATTEND_ATTRIBUTE, attend)
             for parameter, data in away:
                 parameter.data = data
-        raise ValueError("no attention was called")
 
     def _rotated(self, module: nn.Module, keys: Tensor, shift: int) -> Tensor:
         kind = torch.promote_types(keys.dtype, torch.float32)

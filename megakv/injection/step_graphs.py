@@ -68,18 +68,18 @@ class StepGraphs:
         self._decoder.forward = self
 
     def remove(self) -> None:
-        """Give the decoder its own `forward` back."""
+        """See `StepKernel`."""
         if vars(self._decoder).get("forward") is self:
             del self._decoder.forward
         self._steps.clear()
 
-    def begin(self, step: PassPlan) -> None:
-        """A pass begins. What graphs were captured of is looked at before the first one of a call."""
+    def takes(self, step: PassPlan) -> bool:
+        """See `StepKernel`. What graphs were captured of is looked at before the first step of a call."""
         tokens = step.tokens
         plain = step.compression.idle and step.pauses is None
         if len(tokens) != tokens.batch or not tokens.single or not plain or step.layout.wanted is not None:
             self._stale = True
-            return
+            return False
         called = step.generation is not None and step.generation is self._generation()
         goes_on = called or (step.generation is None and step.cache.outlives)
         if self._stale or not goes_on or self._hooks != RemovableHandle.next_id:
@@ -87,9 +87,7 @@ class StepGraphs:
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
         self._stale = False
         usual = torch.is_autocast_enabled("cuda") or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        step.state.capturable = (
-            not self._heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
-        )
+        return self._kinds is not None and padded(len(tokens)) is not None and not self._heard and not usual
 
     def _look(self) -> None:
         modules = list(self._decoder.modules())
@@ -105,7 +103,7 @@ class StepGraphs:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the decoder returns."""
         step = self._runtime.current
-        if step is None or not step.state.capturable or self._kinds is None:
+        if step is None or step.state.kernel is not self or self._kinds is None:
             return self._forward(*args, **kwargs)
         kwargs |= zip(self._names, args, strict=False)
         given = {name: value for name, value in kwargs.items() if isinstance(value, Tensor)}
@@ -118,7 +116,7 @@ class StepGraphs:
         if size not in self._steps:
             self._steps[size] = StepGraph(self._forward, self._kinds, size, self._device, self._stream)
         graph = self._steps[size]
-        if not graph.fits(given, kwargs) or not graph.tables.take(step, step.rank):
+        if not graph.fits(given, kwargs) or not graph.tables.take(step.cache, step.tokens, step.rank):
             return self._forward(**kwargs)
         pool = next((other.pool for other in self._steps.values() if other.captured), None)
         output = graph.run(step, given, kwargs, pool)

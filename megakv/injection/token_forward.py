@@ -5,7 +5,7 @@ Where each layer is one call, and the model does nothing between them, all of th
 
 from __future__ import annotations
 
-import functools
+import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -33,11 +33,10 @@ from megakv.injection.layer_kind import (
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
-from megakv.weights.products import Products, autocast
+from megakv.weights.products import Products
 from megakv.weights.tensor_parallel import RowParallelLinear
 
-EMBEDDINGS = "position_embeddings"
-
+logger = logging.getLogger(__name__)
 
 OPERATIONS = {
     "inputs": "linear_gather", "partial": "replicated", "outputs": "linear_sum", "feed_forward": "linear_sum",
@@ -54,9 +53,8 @@ class _Plan:
     """What makes all queries, keys and values of this rank's rows."""
     projects: bool
     """Whether the output projection is a call of its own, with a sum over ranks behind it."""
-    add: Callable[[Tensor, Tensor], Tensor] | None
-    """Adds what all ranks have of the feed-forward to the hidden states behind attention, from this rank's part of it;
-    None where that is all."""
+    summands: Callable[[Tensor], Tensor] | None
+    """What all ranks have of the feed-forward, from this rank's part of it; None where that is all."""
     whole: WholeLayer | None
     """All of that in one call, for rows that are in this memory alone."""
     prompt: PromptLayer
@@ -99,18 +97,22 @@ class TokenLayer:
         self.following, self._calls = [self], {}
         kind = settings(self.layer)
         seen = None if kind is None else (kind, places(self.layer), self._runtime.comm.channels)
-        if seen is None or seen != self._seen:
-            self._seen, self._plans, self._attention = seen, {}, None
-        if kind is not None and self._attention is None:
-            self._attention = self.layer.self_attn
-            if kind not in self._agreed:
-                self._agreed[kind] = agrees(self.layer, self._plan(slices=False).calls)
+        if seen != self._seen:
+            self._seen, self._plans = seen, {}
+            self._attention = self.layer.self_attn if kind is not None and self._agrees(kind) else None
+
+    def _agrees(self, kind: tuple[Any, ...]) -> bool:
+        """Whether compiled calls give what layers of its settings do, which is tried once for all of them."""
+        if kind not in self._agreed:
+            plan = self._plan(slices=False)
+            self._agreed[kind] = agrees(self.layer, plan.calls, plan.prompt)
             if not self._agreed[kind]:
-                self._attention = None
+                logger.warning("%s is PyTorch's: compiled calls give other results", type(self.layer).__name__)
+        return self._agreed[kind]
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""
-        step, embeddings, attention = self._runtime.current, kwargs.get(EMBEDDINGS), self._attention
+        step, embeddings, attention = self._runtime.current, kwargs.get("position_embeddings"), self._attention
         if args or attention is None or step is None or step.state.recomputing or not isinstance(embeddings, tuple):
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         if step.state.ahead is not None and self.index in step.state.ahead[1]:
@@ -140,8 +142,10 @@ class TokenLayer:
         attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None)
         if plan.projects:
             attended = attention.o_proj(attended.flatten(2))
-        middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.add is None)
-        return out if plan.add is None else plan.add(middle, out)
+        middle, out = calls.feed_forward(hidden_states, attended, projected=plan.projects, whole=plan.summands is None)
+        if plan.summands is None:
+            return out
+        return calls.add(middle, plan.summands(out), self.layer.mlp.down_proj.bias)
 
     def _prompt(self, step: PassPlan, plan: _Plan, x: Tensor, embeddings: tuple[Tensor, ...], window: Any) -> Tensor:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
@@ -219,7 +223,7 @@ class TokenLayer:
             or x.dtype != calls.dtype
             or not x.is_contiguous()
             or torch.is_grad_enabled()
-            or autocast(x)
+            or torch.is_autocast_enabled("cpu")
         ):
             return False
         rows, dim = x.shape[-2], calls.weights.head_dim
@@ -227,11 +231,12 @@ class TokenLayer:
         if many or x.device.type != "cpu":
             return False
         # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.
-        key = "embeddings", id(embeddings), dim
-        return step.once(key, lambda: (embeddings, _are_known(embeddings, (1, rows, dim), x.dtype)))[1]
+        key, kind = ("embeddings", id(embeddings), dim), (1, rows, dim)
+        fits = (part.shape == kind and part.dtype == x.dtype and part.is_contiguous() for part in embeddings)
+        return step.once(key, lambda: (embeddings, len(embeddings) == 2 and all(fits)))[1]
 
     def _made(self, slices: LinearSlices | None) -> _Plan:
-        attention, feed_forward = self._attention, self.layer.mlp
+        attention, feed_forward = self.layer.self_attn, self.layer.mlp
         fields = dict[str, Any]()
         gather: GatheredRows | None = None
         for name in (*PROJECTIONS, *FEED_FORWARD):
@@ -262,14 +267,14 @@ class TokenLayer:
             output_norm=_norm(self.layer.post_attention_layernorm),
             **fields,
         )
-        calls, add = LayerCalls(self._kernel, weights), None
-        outputs = attention.o_proj, feed_forward.down_proj
-        o_part, down_part = (None if slices is None else slices.part(linear) for linear in outputs)
-        if down_part is not None or isinstance(feed_forward.down_proj, RowParallelLinear):
-            add = functools.partial(self._added, calls, down_part)
+        calls, down = LayerCalls(self._kernel, weights), feed_forward.down_proj
+        o_part, down_part = (None if slices is None else slices.part(linear) for linear in (attention.o_proj, down))
+        summands = down_part.summands if isinstance(down_part, SummedColumns) else None
+        if summands is None and isinstance(down, RowParallelLinear):
+            summands = lambda own: down.all_reduce(own)[None]  # noqa: E731
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
         prompt = PromptLayer(calls, self._blocks, widens=self._products.widens)
-        return _Plan(calls, gather, projects, add, self._whole(calls, gather, o_part, down_part), prompt)
+        return _Plan(calls, gather, projects, summands, self._whole(calls, gather, o_part, down_part), prompt)
 
     def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> WholeLayer | None:
         """All of the layer in one call, given what ranks have of it; None where they have no channel for that.
@@ -278,13 +283,14 @@ class TokenLayer:
         layer, some may compute it in one call and others not.
         """
         mesh, channels = self._runtime.comm.mesh, self._runtime.comm.channels
-        o, down = self._attention.o_proj, self.layer.mlp.down_proj
+        o, down = self.layer.self_attn.o_proj, self.layer.mlp.down_proj
         over: dict[str, Over | None] = {
             "inputs": None if gather is None else "cp",
             "partial": "cp" if mesh.cp_size > 1 else None,
-            "outputs": _summed_over(o, o_part),
-            "feed_forward": _summed_over(down, down_part),
         }
+        for name, linear, part in (("outputs", o, o_part), ("feed_forward", down, down_part)):
+            spread: Over | None = "tp" if isinstance(linear, RowParallelLinear) else None
+            over[name] = spread if part is None else part.over
         if "tp" in over.values() or not all(group is None or group in channels for group in over.values()):
             return None
         ranks = LayerRanks(
@@ -294,27 +300,7 @@ class TokenLayer:
             outputs_bias=None if o.bias is None else o.bias.detach(),
             feed_forward_bias=None if down.bias is None else down.bias.detach(),
         )
-        return WholeLayer(calls, ranks, self._attention.scaling)
-
-    def _added(self, calls: LayerCalls, part: Any, middle: Tensor, own: Tensor) -> Tensor:
-        linear = self.layer.mlp.down_proj
-        if isinstance(part, SummedColumns):
-            return calls.add(middle, part.summands(own), linear.bias)
-        return calls.add(middle, linear.all_reduce(own)[None], linear.bias)
-
-
-def _are_known(embeddings: tuple[Tensor, ...], shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Whether rotary embeddings are cosines and sines of such a shape and type."""
-    fits = (part.shape == shape and part.dtype == dtype and part.is_contiguous() for part in embeddings)
-    return len(embeddings) == 2 and all(fits)
-
-
-def _summed_over(linear: Any, part: Any) -> Over | None:
-    """The ranks over which outputs of a linear are summed, of which this one may have a part; None where it has all."""
-    if part is not None:
-        over: Over = part.over
-        return over
-    return "tp" if isinstance(linear, RowParallelLinear) else None
+        return WholeLayer(calls, ranks, self.layer.self_attn.scaling)
 
 
 def _sum(linear: Any) -> Sum | None:

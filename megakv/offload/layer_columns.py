@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.base.device import upload
-from megakv.forward.pass_plan import PassPlan, PassState
+from megakv.forward.pass_plan import LastRows, PassPlan, PassState
 from megakv.forward.runtime import Runtime
-from megakv.forward.wanted import LastRows
 from megakv.offload.cache import group_layout
 from megakv.weights.placement.plan import decoder_layers
 

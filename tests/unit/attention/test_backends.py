@@ -82,9 +82,7 @@ def test_decode_rows_packed_by_group(heads, rows):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
-def test_16_bit_keys_are_upcast_in_tiles(monkeypatch, dtype, rows):
-    monkeypatch.setattr(backends, "UPCAST_KEYS", 100)
-    monkeypatch.setattr(backends, "UPCAST_ELEMENTS", 1)
+def test_16_bit_keys_are_widened(dtype, rows):
     q, k, v = inputs(rows, 4, 2, rows, 577, 16, 24, dtype)
     actual = backends.cpu_flash(q, k, v, 0.25)
     assert actual[0].dtype == torch.float32

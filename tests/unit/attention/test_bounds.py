@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import DecodeKernel, Packing, RowTable, Run, load_kernel
-from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer, random_layer
+from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
 from megakv.attention.linear import LinearKernel, load_linear
 from megakv.attention.prefill import PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, Scoring
@@ -20,6 +20,7 @@ from megakv.attention.step import StepKernel, TokenStep, load_step
 from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.channel import SLOT_BYTES, Channel, load_channel
 from megakv.distributed.ledger import Ledger
+from tests.drawn_layers import random_layer
 
 HEADS, DIM, ROWS = 2, 8, 5
 
@@ -131,16 +132,6 @@ def test_products() -> None:
             kernel(*given)
 
 
-class Rows:
-    """A store whose rows lie where a table says."""
-
-    def __init__(self, table: RowTable):
-        self.table = table
-
-    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable:
-        return self.table
-
-
 def test_rows_of_a_step() -> None:
     kernel: StepKernel = loaded(load_step)
     memory = [pair() for _ in range(2)]
@@ -155,7 +146,7 @@ def test_rows_of_a_step() -> None:
         gather = lambda own, layer: torch.stack([own] * 2)[:, part]  # noqa: E731
         windows = lambda window: np.zeros(seen, dtype=np.int64)  # noqa: E731
         step = TokenStep(kernel, bounds, range(bounds[-1]), windows, gather, Ledger().compute)
-        step.attend(0, Rows(table), q, k, v, Scoring(1.0, window), torch.randn(sinks))
+        step.attend(0, table, q, k, v, Scoring(1.0, window), torch.randn(sinks))
 
     def table(*runs: Run, sequences: int = 2, **wrong: int) -> RowTable:
         changed = [run._replace(**wrong) for run in runs]

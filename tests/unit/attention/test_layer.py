@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from megakv.attention.layer import LayerCalls, LayerWeights, Weight, load_layer, reference
-from tests.drawn_layers import drawn, drawn_layer
+from megakv.attention.layer import LayerCalls, LayerWeights, Weight, load_layer
+from tests.drawn_layers import drawn, drawn_layer, reference
 
 
 @pytest.fixture

@@ -63,9 +63,6 @@ class Rows:
         """Heads behind one another, or side by side within a token."""
         return rows if torch.rand(()) < 0.5 else rows.transpose(0, 1).contiguous().transpose(0, 1)
 
-    def in_place(self, new, k_KLD, v_KLD):
-        return self.table
-
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -117,7 +114,7 @@ def compare(kernel, dtype):
 
         step = TokenStep(kernel, bounds, stored, seen, gather if ranks > 1 else None, compute, pairs=pairs)
         assert step.computes(q, *new, scoring)
-        results.append(step.attend(0, store, q, *new, scoring, sinks))
+        results.append(step.attend(0, store.table, q, *new, scoring, sinks))
         for b, slots in enumerate(own):
             for kind, given in enumerate((k, v)):
                 held = [pair[kind] for pair in store.held[b]]
@@ -199,7 +196,7 @@ def step_both(kernel, own, other, batch, stored, kv_heads, dim, value_dim):
         other.append(b, k[0][:, runs[b]], v[0][:, runs[b]])
     kept = [row for b in stored for row in runs[b]]
     step = TokenStep(kernel, bounds, kept, lambda window: np.zeros(bounds[-1], dtype=np.int64), None, compute)
-    found = step.attend(0, own, q, k, v, Scoring(0.3), None)
+    found = step.attend(0, step.rows(own, k[0], v[0]), q, k, v, Scoring(0.3), None)
     for b in range(batch):
         for behind, row in enumerate(reversed(runs[b])):
             hidden = behind if b in stored else 0

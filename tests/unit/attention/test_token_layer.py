@@ -18,13 +18,12 @@ from megakv.attention.layer import (
     LayerWeights,
     Weight,
     load_layer,
-    random_layer,
-    reference,
-)  # fmt: skip
+)
 from megakv.attention.reference import dense_attention
 from megakv.attention.step import TokenStep, load_step
 from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.ledger import Ledger
+from tests.drawn_layers import random_layer, reference
 from tests.pairs import without_pairs
 from tests.unit.test_channel import channels
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.fairkv.observation import Turn
 from megakv.forward.pauses import Pauses
-from megakv.injection.token_layers import TokenLayers
+from megakv.injection.step import TokenLayers
 from tests.families import CONFIGS, VOCAB, llama, llama_dynamic_rope
 from tests.joint_passes import Interleaving
 

@@ -18,10 +18,10 @@ def test_wrong_results_are_refused_in_every_call(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(METHODS._entries, "others", MethodEntry(lambda: lambda call: returned[-1]))
     comm: Any = SimpleNamespace(ledger=Ledger())
     planner: Any = None
-    attention = LayerAttention(comm, planner, None, None, None, {})
+    attention = LayerAttention(comm, planner)
     plan: Any = SimpleNamespace(method="others", outer=None)
     call: Any = SimpleNamespace(q_HLD=out, value_dim=DIM, narrowed=False)
-    for wrong in (out, (out,), (out, lse, lse), (out, lse.t()), (out.transpose(0, 1), lse)):
+    for wrong in (out, (out,), (out, lse, lse), (out, lse.t()), (out.transpose(0, 1), lse), (out[..., 1:], lse)):
         returned.append(wrong)
         for _ in range(2):
             with pytest.raises(ValueError, match="attention method 'others' returned .*; allowed: outputs and their"):

@@ -13,7 +13,8 @@ from megakv.attention import device_step, tiles
 from megakv.attention.compiled import Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import dense_attention
-from megakv.injection import hooks, step_graphs, token_layers
+from megakv.injection import hooks, step_graphs
+from megakv.injection import step as steps
 from megakv.injection.step_graphs import StepGraphs
 
 
@@ -117,7 +118,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
     monkeypatch.setattr(device_step, "_kernel", lambda: attend_step)
     monkeypatch.setattr(hooks, "step_graphs", StepGraphs)
     # A processor's own way through layers.
-    monkeypatch.setattr(token_layers, "load_layer", lambda: (None, ""))
+    monkeypatch.setattr(steps, "load_layer", lambda: (None, ""))
     monkeypatch.setattr("megakv.forward.runtime.load_step", lambda: (None, ""))
     yield Replayed.made
     assert modes[1::2] == [0] * (len(modes) // 2)

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from megakv.forward.last_layer import LastLayerRows
-from megakv.forward.wanted import LastRows
+from megakv.forward.pass_plan import LastRows
 from tests.families import FAMILIES
 
 DENSE = ["llama", "llama_tied", "opt", "gpt_neox", "gemma2", "phi3", "cohere", "starcoder2", "glm4", "falcon", "gpt_j"]

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.sharding import TokenBlock
-from megakv.forward.wanted import Wanted
+from megakv.forward.pass_plan import Wanted
 from megakv.injection.hooks import ForwardHooks
 from tests.families import bloom, falcon, falcon_alibi, gpt_j, llama, mpt
 from tests.unit.injection.substituted import LAYERS, random_ids

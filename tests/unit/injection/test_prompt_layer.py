@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import megakv
-from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Weight, load_layer, reference
+from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Weight, load_layer
 from megakv.injection import prompt_layer
+from megakv.injection.layer_kind import PROBED_POSITIONS
 from megakv.injection.prompt_layer import Blocks, PromptLayer
 from megakv.weights import products
 from tests.as_large import as_large
-from tests.drawn_layers import drawn, drawn_layer
+from tests.drawn_layers import drawn, drawn_layer, reference
 from tests.unit.injection.compiled_layers import model_of, tokens
 
 KNOWN = ("llama", "llama_tied", "mistral", "qwen2", "qwen3")
@@ -135,14 +136,15 @@ def _together(x: Tensor, ranks: list[tuple[PromptLayer, Tensor]], biases: list[T
 
 @pytest.fixture
 def rows(alone: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of every layer that was computed so."""
+    """Of every layer that was computed so, but for the one that was probed."""
     if load_layer()[0] is None:
         pytest.skip(f"no compiled kernel: {load_layer()[1]}")
     taken: list[int] = []
     outputs = PromptLayer.outputs
 
     def noted(self: PromptLayer, x: Tensor, *arguments: Any) -> Tensor:
-        taken.append(x.shape[1])
+        if x.shape[1] != len(PROBED_POSITIONS):
+            taken.append(x.shape[1])
         return outputs(self, x, *arguments)
 
     monkeypatch.setattr(PromptLayer, "outputs", noted)

@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.activations import ACT2FN
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 import megakv
 from megakv.attention.layer import load_layer
+from megakv.injection import layer_kind
+from megakv.injection.interface import CausalMask
 from megakv.injection.layer_kind import activation, settings
 from megakv.weights.products import Products
 from tests.families import FAMILIES
@@ -141,3 +144,40 @@ def test_activations_of_other_classes_are_unknown() -> None:
     noted = nn.SiLU()
     noted.notes = ["of somebody's own"]
     assert activation(noted) == 0
+
+
+def louder(forward: Any) -> Any:
+    return lambda self, x: 3 * forward(self, x)
+
+
+def farther(forward: Any) -> Any:
+    """Far into a prompt queries are scaled, as some families do."""
+
+    def scaled(self: Any, hidden_states: torch.Tensor, *given: Any, position_ids: torch.Tensor, **others: Any) -> Any:
+        far = (position_ids > 8000)[..., None]
+        return forward(self, torch.where(far, 2 * hidden_states + 1, hidden_states), *given, **others)
+
+    return scaled
+
+
+def narrower(forward: Any) -> Any:
+    """Without a word to the one who makes masks."""
+    return lambda self, *given, attention_mask, **others: forward(self, *given, attention_mask=CausalMask(), **others)
+
+
+@pytest.mark.parametrize(
+    ("kind", "around"), [(LlamaMLP, louder), (LlamaAttention, farther), (LlamaAttention, narrower)]
+)
+def test_a_probe_says_no_where_layers_do_something_else(
+    calls: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: Any, around: Any
+) -> None:
+    """Of classes and settings that are known, as of another version of transformers."""
+    monkeypatch.setattr(layer_kind, "_is_own", lambda function: True)
+    monkeypatch.setattr(kind, "forward", around(kind.forward))
+    model, ids = model_of("llama"), torch.randint(3, 100, (1, 40))
+    assert settings(model.model.layers[0]) is not None
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0].tolist() if around is louder else None
+    with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+        found = tokens(engine, ids)
+    assert not calls and expected in (None, found)
+    assert "LlamaDecoderLayer is PyTorch's: compiled calls give other results" in caplog.text

@@ -152,8 +152,8 @@ def test_layers_are_compiled_calls_around_attention(
     assert torch.equal(generate(engine, ids, mask), expected)
     layers = model.config.num_hidden_layers
     if not weights:
-        # A prompt goes through layers group by group, and a step at once.
-        assert taken == {"PromptLayer": groups * layers, "LayerCalls": (NEW - 1) * layers}
+        # A prompt goes through layers group by group, and a step at once; one layer is probed first.
+        assert taken == {"PromptLayer": 1 + groups * layers, "LayerCalls": 1 + (NEW - 1) * layers}
     else:
         assert not taken
     assert errors and max(errors) < TOLERANCE

@@ -1,14 +1,14 @@
-"""Which decoder layers are computed by compiled calls, and when that is looked at.
+"""Step kernels: what computes a model's decoder layers in the place of PyTorch, where it can; and those of processors.
 
-All other layers are as they were. Whether a layer is of the kind is looked at when a call begins with few tokens, and
-for every prompt, but for parts of one that are read beside a step of decoding.
+There are none, those of processors (`TokenLayers`), or CUDA graphs (`megakv.injection.step_graphs`): without them the
+model computes what it always does.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -24,9 +24,21 @@ from megakv.injection.token_forward import TokenLayer
 from megakv.weights.products import Products
 
 
+class StepKernel(Protocol):
+    """Puts itself in the place of a `forward` of the model, or of its layers, until `remove`."""
+
+    def takes(self, step: PassPlan) -> bool:
+        """A pass begins: whether layers may be computed so in it. For each, its inputs say whether it is."""
+
+    def remove(self) -> None:
+        """Give the model its own `forward` back."""
+
+
 class TokenLayers:
     """Another `forward` for a model's decoder layers, until `remove`, where their weights stay `here`.
 
+    Layers of the Llama kind are computed by compiled calls, others are as they were. Which those are is looked at when
+    a call begins with few tokens, and for every prompt, but for parts of one that are read beside a step of decoding.
     Every rank must make it: all compute alike.
     """
 
@@ -45,6 +57,8 @@ class TokenLayers:
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale = True
         self._found: list[Any] = []
+        self.known = False
+        """Whether some layer was of the kind when it was looked at last."""
         if self._comm.mesh.device.type != "cpu" or not here:
             return
         kernel, _ = load_layer()
@@ -58,8 +72,8 @@ class TokenLayers:
                 layer.forward, own.index = own, len(self.layers)
                 self.layers.append(own)
 
-    def begin(self, step: PassPlan) -> None:
-        """A pass begins. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
+    def takes(self, step: PassPlan) -> bool:
+        """See `StepKernel`. Before prompts, and before the first pass of few tokens in a call, layers are looked at.
 
         Passes over several caches are calls of their own: there it is done where a prompt begins, where no sequence
         goes on by a single token, and for the first pass behind those of many tokens. It is done again where somebody
@@ -69,7 +83,7 @@ class TokenLayers:
             if len(step.tokens) >= self._blocks.least_rows:
                 self._look()
             self._stale = True
-            return
+            return self.known
         if step.generation is not None:
             same = step.generation is self._generation()
         else:
@@ -81,6 +95,7 @@ class TokenLayers:
         # Not held: with it goes its cache.
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
         self._stale = False
+        return self.known
 
     def _look(self) -> None:
         for own in self.layers:
@@ -89,12 +104,7 @@ class TokenLayers:
         called = self.layers and all(vars(own.layer).get("forward") is own for own in self.layers)
         if called and calls_in_turn(self._decoder, layers):
             self.layers[0].following = self.layers
-        self._found = self._state()
-
-    @property
-    def known(self) -> bool:
-        """Whether some layer was of the kind when it was looked at last."""
-        return any(own.known for own in self.layers)
+        self._found, self.known = self._state(), any(own.known for own in self.layers)
 
     def meet_in_memory(self) -> bool:
         """Whether context-parallel ranks compute all layers in such calls, in which they find each other's messages in
@@ -121,7 +131,7 @@ class TokenLayers:
         return [*found, getattr(getattr(decoder, "config", None), "num_hidden_layers", None)]
 
     def remove(self) -> None:
-        """Give the layers their own `forward` back."""
+        """See `StepKernel`."""
         for own in self.layers:
             if vars(own.layer).get("forward") is own:
                 del own.layer.forward
