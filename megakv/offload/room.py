@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,18 +12,10 @@ from megakv.cache.shares import HeadShares
 from megakv.cache.window import held_rows
 from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import Layout
+from megakv.forward.runtime import Runtime
 from megakv.offload.cache import OffloadedCache
 from megakv.offload.pages import PagePool
 from megakv.offload.store import TieredStore
-
-
-class CompressedTurn(NamedTuple):
-    """A turn under way that may be compressed when it ends: its first slot, and what a head keeps of so many tokens, on
-    average; None where they are too few.
-    """
-
-    first: int
-    kept: Callable[[int], int | None]
 
 
 def check_room(
@@ -32,30 +23,37 @@ def check_room(
     cache: OffloadedCache,
     layout: Layout,
     store: TieredStore,
-    windows: Sequence[int | None],
+    seen: Sequence[int | None],
+    runtime: Runtime,
     *,
     prompt: int,
     new_tokens: int,
-    ranks: int,
-    turn: CompressedTurn | None = None,
-    most: int | None = None,
 ) -> None:
     """Refuse a generation, with a MegaKVError, if not all that will be held has room.
 
     A first pass over its prompt, which may come in pieces, is under way: its tokens are in the table, the rows of none
-    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows, and
-    their heads where a mapping places them. Budgets are the same on all ranks, tokens and heads are not quite: every
-    rank looks at the one with most, so that none is refused while others wait for it. What is still to come is spread
-    over so many `ranks`, and what a `turn` keeps, too: which rank and head keep how much is known when it ends. Until
-    then its tokens are on the accelerator. Where heads hold no more than `most` tokens while decoding, what is evicted
-    makes room for what comes.
+    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows, as far
+    as those were `seen`, and their heads where a mapping places them. Budgets are the same on all ranks, tokens and
+    heads are not quite: every rank looks at the one with most, so that none is refused while others wait for it. What
+    is still to come is spread over the ranks, and what a turn that is compressed keeps, too: which rank and head keep
+    how much is known when it ends. Until then its tokens are on the accelerator. Where heads hold no more than a number
+    of tokens while decoding, what is evicted makes room for what comes.
     """
+    shape, step = runtime.planner.shape, runtime.current
+    # Known before any layer has shown its own.
+    known = shape is not None and len(shape.layers) == len(seen)
+    windows = [layer.window for layer in shape.layers] if shape is not None and known else seen
+    compressor = runtime.compressor if step is not None and step.cache is cache else None
+    most = None if compressor is None else compressor.most
+    turn = None if step is None or compressor is None else step.compression.turn
+    ranks = 1 if runtime.planner.gathers else cache.size
     table, new_tokens = cache.table, new_tokens if most is None else min(new_tokens, most)
     ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
     pieces = max(0, prompt - 1 - int(max(ends)))
     to_come = -(-(new_tokens + pieces) // ranks)
     turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
-    kept: list[int | None] = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
+    kept = [None if turn is None or compressor is None else compressor.kept(length) for length in turns]
+    kept = kept or [None] * table.batch
     dense, prompts = cache.uncompressed(), table.prompts.tolist()
     found: list[tuple[int, int]] = []
     for rank in range(table.size):

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
-from megakv.cache.ragged_attention import RaggedPart
 from megakv.costmodel.hardware import HostProfile
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
@@ -34,7 +33,7 @@ from megakv.offload.rates import Rates
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.resources import made_tiers, make_link
-from megakv.offload.room import CompressedTurn, check_room
+from megakv.offload.room import check_room
 from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import Strip, TieredStore
 from megakv.offload.weight_stream import WeightStream
@@ -121,16 +120,9 @@ class Offloader:
     def new_cache(self, layers: int) -> OffloadedCache:
         """An empty cache of the engine."""
         runtime, mesh = self._runtime, self._runtime.comm.mesh
-        compresses = runtime.compressor is not None
-        return OffloadedCache(
-            layers,
-            size=mesh.cp_size,
-            rank=mesh.cp_rank,
-            engine=self,
-            compresses=compresses,
-            replicas=runtime.replicas,
-            rotate=runtime.rotate,
-        )
+        compresses, replicas, rotate = runtime.compressor is not None, runtime.replicas, runtime.rotate
+        made = partial(OffloadedCache, layers, size=mesh.cp_size, rank=mesh.cp_rank, engine=self, replicas=replicas)
+        return made(compresses=compresses, rotate=rotate)
 
     def room(self, cache: ShardedCache, sequences: int) -> int:
         """For how many tokens of so many sequences there is room, on a rank that has some of a cache.
@@ -145,20 +137,21 @@ class Offloader:
 
     def new_run(self, new_tokens: int, prompt: int) -> Planner:
         """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""
-        self._log.clear()
         self._announced = prompt, new_tokens
-        # What was brought for a step that did not come is of no use.
-        self._prefetch.drop_all()
-        self._planner.new_run()
         self.schedule.new_run()
+        self._start_anew()
         return self._planner
 
     def take_up(self, cache: ShardedCache) -> None:
         """A pass of one of several generations comes, each in a cache of its own."""
         if cache is not self._cache:
-            self._log.clear()
-            self._prefetch.drop_all()
-            self._planner.new_run()
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._log.clear()
+        # What was brought for a step that did not come is of no use.
+        self._prefetch.drop_all()
+        self._planner.new_run()
 
     # A pass
 
@@ -243,20 +236,8 @@ class Offloader:
         if self._announced is None or cache is None or layout is None or cache.tier(store.layer) is not store:
             return
         (prompt, new_tokens), self._announced = self._announced, None
-        shape, windows, current = self._runtime.planner.shape, self._prefetch.windows, self._runtime.current
-        if shape is not None and len(shape.layers) == len(windows):
-            # Known before any layer has shown its own.
-            windows = [layer.window for layer in shape.layers]
-        ranks, compressor, compressed = 1 if self._runtime.planner.gathers else cache.size, None, None
-        if current is not None and current.cache is cache and (compressor := self._runtime.compressor) is not None:
-            compressed = (
-                None
-                if current.compression.turn is None
-                else CompressedTurn(current.compression.turn.first, compressor.kept)
-            )
-        given = {"prompt": prompt, "new_tokens": new_tokens, "ranks": ranks}
-        most = None if compressor is None else compressor.most
-        check_room(self.pool, cache, layout, store, windows, turn=compressed, most=most, **given)
+        given = {"prompt": prompt, "new_tokens": new_tokens}
+        check_room(self.pool, cache, layout, store, self._prefetch.windows, self._runtime, **given)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""
@@ -292,10 +273,13 @@ class Offloader:
         self, strips: Sequence[Strip], call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> HostParts | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
-        host = self._host_rank
-        if host is None:
+        if self._host_rank is None or self._cache is None:
             return None
-        return attend_on_host(host, call, self._table, q_HLD, tokens, strips, self._left(strips[0].store))
+        store = strips[0].store
+        staged = store.staged
+        # What compression kept of the group of sequences, where it is left to the host.
+        left = self._cache.left(store.layer, staged.group) if staged is not None and staged.left else []
+        return attend_on_host(self._host_rank, call, self._table, q_HLD, tokens, strips, left)
 
     @property
     def disk_io(self) -> str | None:
@@ -314,11 +298,6 @@ class Offloader:
         """Whether the pass under way compresses sequences again."""
         step = self._runtime.current
         return step is not None and bool(step.compression.evict)
-
-    def _left(self, store: TieredStore) -> list[RaggedPart]:
-        """What compression kept of the group of sequences that is attended to, where it is left to the host."""
-        cache, staged = self._cache, store.staged
-        return [] if cache is None or staged is None or not staged.left else cache.left(store.layer, staged.group)
 
     def _learn(self, record: StepRecord) -> None:
         self.rates.learn(record, self._layers)
