@@ -34,27 +34,25 @@ def predict(cell: Cell, constants: Constants) -> float:
     setting = cell.setting
     model, prompt, steps = model_shape(setting["model"]), setting["prompt"], setting["generated"] - 1
     column = cell.table.name in SMALL_GPU
-    costs = layer_costs(model, constants, batch=COLUMN_BATCH if column else BATCH)
+    prices = layer_prices(model, constants, batch=COLUMN_BATCH if column else BATCH)
     if column:
         weights = model.layers[0].dense * model.element_bytes / constants["link_bytes_s"]
-        costs = costs.with_weights(WeightTimes(0.0, weights), COLUMN_BATCHES)
+        prices = prices.with_weights(WeightTimes(0.0, weights), COLUMN_BATCHES)
     batches = COLUMN_BATCHES if column else 1
     seconds = 0.0
     for tokens in range(prompt + 1, prompt + steps + 1):
-        group = GroupPrices(costs, tokens, inputs=tokens)
+        group = GroupPrices(prices, tokens, inputs=tokens)
         best = split_point(group) if setting["method"] == "kvpr" else 0
         seconds += float(split_seconds(group, best)) + constants["layer_s"]
     seconds *= len(model.layers) * batches
     return batches * COLUMN_BATCH * steps / seconds if column else seconds
 
 
-def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> LayerPrices:
-    """The paper's form of a layer's costs."""
-    return LayerPrices.of_machine(
-        hidden=model.hidden,
-        kv_dim=model.kv_heads * model.key_dim,
-        element_bytes=model.element_bytes,
-        link_bytes_s=constants["link_bytes_s"],
-        flops_s=constants["recompute_flops"],
-        batch=batch,
+def layer_prices(model: ModelShape, constants: Constants, *, batch: int) -> LayerPrices:
+    """The paper's form: by v_com and v_gpu alone, `l` counting tokens of each of `batch` equal sequences."""
+    hidden, kv_dim, link = model.hidden, model.kv_heads * model.key_dim, constants["link_bytes_s"]
+    return LayerPrices(
+        kv_s=2 * batch * kv_dim * model.element_bytes / link,
+        activation_s=batch * hidden * model.element_bytes / link,
+        recompute_s=4 * batch * hidden * kv_dim / constants["recompute_flops"],
     )

@@ -182,17 +182,14 @@ class Traffic:
     """What went over a link in one direction.
 
     `nbytes` were begun, of them `file_bytes` in files; `timed_bytes` have ended and kept the direction at work for
-    `busy_s`. `mixed_bytes` and `mixed_s` are those of timed transfers with any rows in files, `timed_file_bytes` those
-    in files.
+    `busy_s`, of them `timed_file_bytes` in files.
     """
 
     nbytes: int = 0
     timed_bytes: int = 0
     busy_s: float = 0.0
     file_bytes: int = 0
-    mixed_bytes: int = 0
     timed_file_bytes: int = 0
-    mixed_s: float = 0.0
 
     def since(self, before: Traffic) -> Traffic:
         """What came after another moment."""
@@ -201,10 +198,7 @@ class Traffic:
     def end(self, transfer: Transfer, seconds: float) -> None:
         self.timed_bytes += transfer.nbytes
         self.busy_s += seconds
-        if transfer.file_bytes:
-            self.mixed_bytes += transfer.nbytes
-            self.timed_file_bytes += transfer.file_bytes
-            self.mixed_s += seconds
+        self.timed_file_bytes += transfer.file_bytes
 
 
 class Link(ABC):

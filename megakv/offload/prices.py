@@ -42,17 +42,6 @@ class LayerPrices:
     head_s: float = 0.0
     tail_s: float = 0.0
 
-    @classmethod
-    def of_machine(
-        cls, *, hidden: int, kv_dim: int, element_bytes: int, link_bytes_s: float, flops_s: float, batch: int = 1
-    ) -> Self:
-        """The paper's form: by v_com and v_gpu alone, `l` counting tokens of each of `batch` equal sequences."""
-        return cls(
-            kv_s=2 * batch * kv_dim * element_bytes / link_bytes_s,
-            activation_s=batch * hidden * element_bytes / link_bytes_s,
-            recompute_s=4 * batch * hidden * kv_dim / flops_s,
-        )
-
     def with_weights(self, weights: WeightTimes, groups: int) -> Self:
         """With weights offloaded too.
 

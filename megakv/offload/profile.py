@@ -5,11 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -56,24 +58,19 @@ def read_profile(config: OffloadConfig, dtype: torch.dtype) -> HostProfile | Non
 
     A ValueError says that the file is of another machine or link, or cannot be written.
     """
-    path = config.profile
-    if path is None:
+    if config.profile is None:
         return None
-    if Path(path).is_dir():
-        raise ValueError(f"megakv.offload.profile = {path!r} is a folder; name a file, which need not exist yet")
-    if not Path(path).exists():
-        if not Path(path).parent.is_dir():
-            raise ValueError(
-                f"megakv.offload.profile = {path!r}: there is no folder {str(Path(path).parent)!r}; make it, or name "
-                "another file"
-            )
+    path, named = Path(config.profile), f"megakv.offload.profile = {config.profile!r}"
+    if path.is_dir():
+        raise ValueError(f"{named} is a folder; name a file, which need not exist yet")
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise ValueError(f"{named}: there is no folder {str(path.parent)!r}; make it, or name another file")
         try:
-            TemporaryFile(dir=Path(path).parent).close()
+            TemporaryFile(dir=path.parent).close()
         except OSError as error:
-            raise ValueError(
-                f"megakv.offload.profile = {path!r} cannot be written: {error.strerror}; name another file, or leave "
-                "it out to measure at every start"
-            ) from error
+            otherwise = "name another file, or leave it out to measure at every start"
+            raise ValueError(f"{named} cannot be written: {error.strerror}; {otherwise}") from error
         return None
     profile = load_record(HostProfile, path, setting="megakv.offload.profile", remedy=REMEDY)
     # Whatever other ranks there were.
@@ -82,9 +79,7 @@ def read_profile(config: OffloadConfig, dtype: torch.dtype) -> HostProfile | Non
     if profile.host_link is not None and profile.emulated_link_gb_s != config.emulated_link_gb_s:
         differences.append("another emulated link")
     if differences:
-        raise CombinationError(
-            "foreign", f"megakv.offload.profile = {path!r} was measured elsewhere ({'; '.join(differences)}); {REMEDY}"
-        )
+        raise CombinationError("foreign", f"{named} was measured elsewhere ({'; '.join(differences)}); {REMEDY}")
     return profile
 
 
@@ -101,9 +96,7 @@ class Profiler:
         self._config, self._link, self._disk, self._device = config, link, disk, device
         self._known: HostProfile | None = None
         # Of the host's attention to quantised rows: a file has the speed of those in a model's type.
-        self._quantised: dict[str, float | None] = {}
-        if config.kv_bits is not None:
-            self._quantised["host_attention_bandwidth"] = None
+        self._quantised: dict[str, float] = {}
 
     def profile(self, store: TieredStore, recomputation: Recomputation | None, host: HostRank | None) -> HostProfile:
         """The file that the JSON names, or else what is known already; what is missing there is measured now.
@@ -113,7 +106,7 @@ class Profiler:
         # Read again: `megakv profile`, or another engine, may have written to it since.
         found = read_profile(self._config, store.dtype) or self._known
         profile = found or HostProfile(fingerprint=Fingerprint.of_this_process(hosts=1, ranks=1, dtype=store.dtype))
-        changes: dict[str, object] = {}
+        quantised, changes = self._config.kv_bits is not None, dict[str, object]()
         if profile.host_link is None:
             changes |= {"host_link": self._linked(store), "emulated_link_gb_s": self._config.emulated_link_gb_s}
         if self._disk is not None and profile.disk != self._disk.place:
@@ -123,14 +116,16 @@ class Profiler:
                 changes |= {"disk_bandwidth": rate, "disk": self._disk.place if read else ""}
         if recomputation is not None and store.input_bytes and profile.recompute_flops is None:
             changes |= self._recomputed(store, recomputation)
-        if host is not None and not self._quantised and profile.host_attention_bandwidth is None:
+        if host is not None and not quantised and profile.host_attention_bandwidth is None:
             changes |= self._attended(store, host)
         self._known = profile.model_copy(update=changes)
         if self._config.profile is not None and self._known != found:
             self._known.save(self._config.profile)
-        if host is not None and self._quantised and self._quantised["host_attention_bandwidth"] is None:
-            self._quantised = {**self._attended(store, host)}
-        return self._known.model_copy(update=self._quantised)
+        if not quantised:
+            return self._known
+        if host is not None and not self._quantised:
+            self._quantised = self._attended(store, host)
+        return self._known.model_copy(update=self._quantised or {"host_attention_bandwidth": None})
 
     def _linked(self, store: TieredStore) -> Curve:
         """Seconds of the link over bytes."""
@@ -139,20 +134,17 @@ class Profiler:
         with self._rows(store, max(PROBE_ROWS, most // store.row_bytes)) as rows:
             device = torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
 
-            def sent(count: int, pieces: int = 1) -> tuple[int, float]:
-                """Bytes and seconds of sending rows in equal pieces."""
+            def sent(count: int, pieces: int = 1) -> float:
+                """Seconds of sending rows in equal pieces."""
                 spans = pairwise(chunk_bounds(count, pieces).tolist())
                 transfers = [[Move.of(rows[first:end], device[first:end])] for first, end in spans]
-
-                def send() -> None:
-                    [self._link.start("in", moves) for moves in transfers][-1].settle()
-
-                return count * store.row_bytes, _median(send)
+                return _median(lambda: [self._link.start("in", moves) for moves in transfers][-1].settle())
 
             few, many, pieces = sent(1), sent(len(rows)), sent(len(rows), PIECES)
         # In a row: whoever waits for a single one waits for a thread or an event to wake it, too.
-        transfer_s, _ = affine((1, many[1]), (PIECES, pieces[1]))
-        return Curve.affine(transfer_s, 1 / affine(few, many, share=LEAST_SHARE)[0])
+        transfer_s, _ = affine((1, many), (PIECES, pieces), share=0.0)
+        row_s, _ = affine((1, few), (len(rows), many))
+        return Curve.affine(transfer_s, store.row_bytes / row_s)
 
     @contextmanager
     def _rows(self, store: TieredStore, count: int) -> Iterator[Tensor]:
@@ -167,29 +159,22 @@ class Profiler:
         for count in (many // 8, many):
             # No random numbers: the state that sampling draws from is the user's.
             inputs = torch.linspace(-1, 1, count * store.input_width, device=self._device)
-            inputs = inputs.view(count, -1).to(store.dtype)
-            positions = torch.zeros(count, dtype=torch.int64).numpy()
-
-            def call(inputs: torch.Tensor = inputs, positions: object = positions) -> object:
-                return recomputation.recompute(store.layer, inputs, positions)  # type: ignore[arg-type]
-
-            times.append((count, _median(call)))
-        token_s, call_s = affine(*times, share=LEAST_SHARE)
+            given = inputs.view(count, -1).to(store.dtype), np.zeros(count, dtype=np.int64)
+            times.append((count, _median(partial(recomputation.recompute, store.layer, *given))))
+        token_s, call_s = affine(*times)
         return {"recompute_flops": recompute_operations(store) / token_s, "recompute_call_s": call_s}
 
     def _attended(self, store: TieredStore, host: HostRank) -> dict[str, float]:
         """What the host's attention costs per token, per sequence whatever its tokens, and whatever its sequences."""
         # No cache should hold them: others' rows and weights pass through it between two steps of decoding.
         with self._rows(store, max(PROBE_TOKENS, COLD_BYTES // store.row_bytes)) as rows:
-
-            def seconds(count: int, sequences: int) -> float:
-                runs = [(0, rows[:count])]
-                return statistics.median(host.measure(store, runs, sequences) for _ in range(REPEATS))
-
             few, many = FEW_TOKENS, len(rows)
-            once, alone, together = seconds(few, 1), seconds(many, 1), seconds(few, SEQUENCES)
-        token_s, _ = affine((few, once), (many, alone), share=LEAST_SHARE)
-        sequence_s, call_s = affine((1, once), (SEQUENCES, together))
+            once, alone, together = (
+                statistics.median(host.measure(store, [(0, rows[:count])], sequences) for _ in range(REPEATS))
+                for count, sequences in ((few, 1), (many, 1), (few, SEQUENCES))
+            )
+        token_s, _ = affine((few, once), (many, alone))
+        sequence_s, call_s = affine((1, once), (SEQUENCES, together), share=0.0)
         return {
             "host_attention_bandwidth": store.row_bytes / token_s,
             "host_sequence_s": max(0.0, sequence_s - few * token_s),
@@ -198,18 +183,18 @@ class Profiler:
 
 
 def recompute_operations(store: TieredStore) -> int:
-    """Of recomputing a token's keys and values from its activations."""
+    """Operations of recomputing a token's keys and values from its activations."""
     return 2 * store.input_width * store.row_width
 
 
-def _median(call: Callable[[], object]) -> float:
-    return statistics.median(timed(call) for _ in range(REPEATS))
-
-
-def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = 0.0) -> tuple[float, float]:
+def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = LEAST_SHARE) -> tuple[float, float]:
     """Seconds per unit, and those that any number takes, from units and seconds of a few and of many.
 
     Many take longer than a few by a `share` of their seconds, at least: noise may have swallowed the difference.
     """
     slope = max(many[1] - few[1], share * many[1]) / max(many[0] - few[0], 1)
     return slope, max(0.0, few[1] - few[0] * slope)
+
+
+def _median(call: Callable[[], object]) -> float:
+    return statistics.median(timed(call) for _ in range(REPEATS))

@@ -149,7 +149,11 @@ class Rates:
                 record.recompute_s,
             ),
             "host": (
-                {"host_attend_s": layers * hosted, "host_call_s": calls, "host_sequence_s": calls * record.sequences},
+                {
+                    "host_attend_s": layers * hosted,
+                    "host_call_s": calls,
+                    "host_sequence_s": calls * record.new / len(splits),
+                },
                 record.host_s,
             ),
             "outside": ({"outside_s": 1.0}, record.gap_s),

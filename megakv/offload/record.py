@@ -16,12 +16,15 @@ from megakv.offload.method import Plan, Split
 from megakv.offload.weight_stream import WeightStream
 from megakv.tracking.measurements import OffloadStep
 
+Moment = Any
+"""A moment of the accelerator's work, by a `Clock`."""
+
 
 class StepRecord:
     """What one pass over `cached` tokens, and `new` ones, did.
 
-    It is told of moments (`Clock`) of the accelerator, as that at which it began `attending` to a layer; seconds are
-    there once it has been `read`.
+    It is told of moments, as that at which the accelerator began `attending` to a layer; seconds are there once it has
+    been `read`.
 
     `elapsed_s` is the model's forward pass, `gap_s` the time between the pass before and it; `waited_s`, `recompute_s`,
     `attend_s`, `host_s` and `peers_s` go to transfers, recomputing, attending here and on the host, and other ranks.
@@ -39,22 +42,22 @@ class StepRecord:
         self.byte_seconds = 0.0, 0.0
         self.steady = self.decoding = self.profiled = False
         self.clock = clock or HostClock()
-        self.before: Any = None
-        self.begun: Any = None
-        self.ended: Any = None
-        self.attending: Any = None
-        self._spans: defaultdict[str, list[tuple[Any, Any]]] = defaultdict(list)
+        self.before: Moment = None
+        self.begun: Moment = None
+        self.ended: Moment = None
+        self.attending: Moment = None
+        self._spans: defaultdict[str, list[tuple[Moment, Moment]]] = defaultdict(list)
         self._layers: set[int] = set()
         self._done: Counter[str] = Counter()
 
-    def arrived(self, begun: Any) -> None:
+    def arrived(self, begun: Moment) -> None:
         """A layer's rows are there, waited for since `begun`: attention to them begins."""
         now = self.clock.mark()
         self.waited([(begun, now)])
         if self.attending is None:
             self.attending = now
 
-    def waited(self, spans: Sequence[tuple[Any, Any]]) -> None:
+    def waited(self, spans: Sequence[tuple[Moment, Moment]]) -> None:
         self._spans["waited"] += spans
 
     def attended(self, layer: int, parts: Sequence[HostPart], tokens: dict[str, int]) -> None:
@@ -69,7 +72,7 @@ class StepRecord:
             self._spans["beside"] += waits
         self.attending = None
 
-    def recomputed(self, begun: Any, landed: Any, ended: Any) -> None:
+    def recomputed(self, begun: Moment, landed: Moment, ended: Moment) -> None:
         """Activations were waited for and recomputed from."""
         self.waited([(begun, landed)])
         self._spans["recomputed"].append((landed, ended))
@@ -78,35 +81,29 @@ class StepRecord:
         """Take the seconds of a step to whose end the accelerator has come."""
         self.elapsed_s = self.clock.seconds(self.begun, self.ended)
         self.gap_s = 0.0 if self.before is None else self.clock.seconds(self.before, self.begun)
-        kinds = ("waited", "recomputed", "attended", "beside")
-        sums = (sum(self.clock.seconds(*span) for span in self._spans[kind]) for kind in kinds)
-        self.waited_s, self.recompute_s, attended_s, beside_s = sums
-        self.attend_s = attended_s - beside_s
+        sums = {kind: sum(self.clock.seconds(*span) for span in spans) for kind, spans in self._spans.items()}
+        self.waited_s, self.recompute_s = sums.get("waited", 0.0), sums.get("recomputed", 0.0)
+        self.attend_s = sums.get("attended", 0.0) - sums.get("beside", 0.0)
         self._spans.clear()
+
+    def mean(self, kind: str) -> int:
+        """Cached tokens of a kind, in the mean of all layers."""
+        return round(self._done[kind] / len(self._layers)) if self._layers else 0
 
     @property
     def split(self) -> Split:
         """What became of the cached tokens that are not out of window, in the mean of all layers."""
-        return Split(self.cached - self._mean("out_of_window"), *map(self._mean, ("recomputed", "on_host", "resident")))
+        return Split(self.cached - self.mean("out_of_window"), *map(self.mean, ("recomputed", "on_host", "resident")))
 
     @property
     def kept(self) -> int:
-        """Beside them, tokens of all heads that as much memory has as came of what compression kept."""
-        return self._mean("kept")
+        """Tokens of all heads that as much memory has as came of what compression kept."""
+        return self.mean("kept")
 
     @property
     def kept_on_host(self) -> int:
         """The same of what the host attended to."""
-        return self._mean("kept_on_host")
-
-    def _mean(self, kind: str) -> int:
-        """Tokens of a kind in a layer."""
-        return round(self._done[kind] / len(self._layers)) if self._layers else 0
-
-    @property
-    def sequences(self) -> float:
-        """Of a group, in a step of decoding."""
-        return self.new / len(self.plan.splits)
+        return self.mean("kept_on_host")
 
     @property
     def usual(self) -> bool:
@@ -125,21 +122,21 @@ class StepRecord:
 
     @property
     def disk_bytes(self) -> int:
-        """Of them, those that lay on disk."""
+        """Bytes to the accelerator that lay on disk."""
         return self.traffic.file_bytes
 
     def report(self) -> OffloadStep:
         """As it stands in the report of a run."""
         busy = zip((self.bytes_in, self.disk_bytes), self.byte_seconds, strict=True)
         link, disk = (nbytes * byte_s / (self.measured_s or math.inf) for nbytes, byte_s in busy)
-        alike = ("cached", "predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "kv_bits")
-        found: dict[str, Any] = {name: getattr(self, name) for name in (*alike, "disk_bytes", "profiled")}
-        found |= {
-            name: self._mean(name) for name in ("resident", "recomputed", "on_host", "out_of_window", "kept_on_host")
-        }
-        found["kept"] = self.kept + self.kept_on_host
-        found["groups"] = len(self.plan.splits)
-        return OffloadStep(plan=self.plan.name, **found, link_utilisation=link, disk_utilisation=disk)
+        own = (
+            "cached predicted_s measured_s waited_s bytes_in bytes_out weight_bytes kv_bits disk_bytes profiled".split()
+        )
+        found: dict[str, Any] = {name: getattr(self, name) for name in own}
+        counted = ("resident", "recomputed", "on_host", "out_of_window", "kept_on_host")
+        found |= {name: self.mean(name) for name in counted} | {"kept": self.kept + self.kept_on_host}
+        found |= {"plan": self.plan.name, "groups": len(self.plan.splits)}
+        return OffloadStep(**found, link_utilisation=link, disk_utilisation=disk)
 
 
 class StepLog:

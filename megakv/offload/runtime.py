@@ -115,16 +115,9 @@ class Offloader:
     def new_cache(self, layers: int) -> OffloadedCache:
         """An empty cache of the engine."""
         runtime, mesh = self._runtime, self._runtime.comm.mesh
-        compresses = runtime.compressor is not None
-        return OffloadedCache(
-            layers,
-            size=mesh.cp_size,
-            rank=mesh.cp_rank,
-            engine=self,
-            compresses=compresses,
-            replicas=runtime.replicas,
-            rotate=runtime.rotate,
-        )
+        compresses, replicas, rotate = runtime.compressor is not None, runtime.replicas, runtime.rotate
+        made = partial(OffloadedCache, layers, size=mesh.cp_size, rank=mesh.cp_rank, engine=self, replicas=replicas)
+        return made(compresses=compresses, rotate=rotate)
 
     def room(self, cache: ShardedCache, sequences: int) -> int:
         """For how many tokens of so many sequences there is room, on a rank that has some of a cache.
@@ -139,20 +132,21 @@ class Offloader:
 
     def new_run(self, new_tokens: int, prompt: int) -> Planner:
         """A generation begins that may add so many tokens to each row of a prompt; returns what its ranks agree on."""
-        self._log.clear()
         self._announced = prompt, new_tokens
-        # What was brought for a step that did not come is of no use.
-        self._prefetch.drop_all()
-        self._planner.new_run()
         self.schedule.new_run()
+        self._start_anew()
         return self._planner
 
     def take_up(self, cache: ShardedCache) -> None:
         """A pass of one of several generations comes, each in a cache of its own."""
         if cache is not self._cache:
-            self._log.clear()
-            self._prefetch.drop_all()
-            self._planner.new_run()
+            self._start_anew()
+
+    def _start_anew(self) -> None:
+        self._log.clear()
+        # What was brought for a step that did not come is of no use.
+        self._prefetch.drop_all()
+        self._planner.new_run()
 
     # A pass
 

@@ -21,8 +21,8 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout
 from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
-from megakv.offload.groups import BatchRate, best_rate, group_counts
 from megakv.offload.profile import read_profile
+from megakv.offload.times import BatchRate, best_rate, group_counts
 
 ROWS = "row by row"
 

@@ -12,8 +12,7 @@ from megakv.costmodel.memory import GIB, RankMemory
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.mapping import HeadMapping
-from megakv.offload.groups import Objective
-from megakv.offload.times import recomputes
+from megakv.offload.times import Objective, recomputes
 from megakv.weights.placement.heads import contiguous_head_map
 
 MOST_TOKENS = 10**9

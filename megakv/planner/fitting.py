@@ -9,7 +9,7 @@ from functools import cached_property
 from megakv.costmodel.machine_spec import MachineSpec
 from megakv.costmodel.memory import RESERVE, RankMemory, rank_memory
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.groups import group_counts
+from megakv.offload.times import group_counts
 from megakv.planner.choices import MOST_GPUS, Demand, Fit, Mesh, Rejection, meshes
 
 HOST_RESERVE = 0.1

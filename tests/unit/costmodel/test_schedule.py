@@ -10,8 +10,7 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.memory import rank_memory
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.groups import best_rate, group_counts
-from megakv.offload.times import offloaded_step
+from megakv.offload.times import best_rate, group_counts, offloaded_step
 
 CLOSE = 0.05
 """What the fewest groups that have room may cost, relative, beside others."""

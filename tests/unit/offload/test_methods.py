@@ -41,6 +41,17 @@ def random_costs(generator: random.Random) -> LayerPrices:
     )
 
 
+def of_machine(
+    *, hidden: int, kv_dim: int, element_bytes: int, link_bytes_s: float, flops_s: float, batch: int = 1
+) -> LayerPrices:
+    """The paper's form: by v_com and v_gpu alone, `l` counting tokens of each of `batch` equal sequences."""
+    return LayerPrices(
+        kv_s=2 * batch * kv_dim * element_bytes / link_bytes_s,
+        activation_s=batch * hidden * element_bytes / link_bytes_s,
+        recompute_s=4 * batch * hidden * kv_dim / flops_s,
+    )
+
+
 def group(costs: LayerPrices, tokens: int, **counts: Any) -> GroupPrices:
     """A group of which all tokens have activations and may be left to the host, unless `counts` say otherwise."""
     return GroupPrices(costs, tokens, **{"inputs": tokens, "host": tokens, **counts})
@@ -105,7 +116,7 @@ def test_streaming_is_never_beaten_by_the_choice() -> None:
 
 def test_bounds_of_the_paper_and_of_chunks() -> None:
     # h = kv_dim, and recomputation as fast as the activations come: Llama-2-7B on the paper's kind of machine.
-    costs = LayerPrices.of_machine(hidden=4096, kv_dim=4096, element_bytes=2, link_bytes_s=32e9, flops_s=2.62144e14)
+    costs = of_machine(hidden=4096, kv_dim=4096, element_bytes=2, link_bytes_s=32e9, flops_s=2.62144e14)
     given = group(costs, 4096, chunk=32)
     plain, whole, chunked = split_seconds(given, 0), KVPR().split(given), Chunked().split(given)
     assert costs.recompute_s == pytest.approx(costs.activation_s) and whole is not None and chunked is not None
@@ -115,7 +126,7 @@ def test_bounds_of_the_paper_and_of_chunks() -> None:
 
 def test_grouped_queries_are_streamed() -> None:
     # Llama-3-8B: the activations of a token are twice its keys and values.
-    costs = LayerPrices.of_machine(hidden=4096, kv_dim=1024, element_bytes=2, link_bytes_s=50e9, flops_s=1e15)
+    costs = of_machine(hidden=4096, kv_dim=1024, element_bytes=2, link_bytes_s=50e9, flops_s=1e15)
     for tokens in (1, 77, 32768):
         for method in (KVPR(), Chunked()):
             found = method.split(group(costs, tokens, host=0, chunk=512))
@@ -131,16 +142,14 @@ def best(costs: LayerPrices, tokens: int) -> tuple[int, float]:
 
 
 def test_split_point_grows_with_the_sequence() -> None:
-    costs = LayerPrices.of_machine(
-        hidden=4096, kv_dim=4096, element_bytes=2, link_bytes_s=32e9, flops_s=1.5e14, batch=64
-    )
+    costs = of_machine(hidden=4096, kv_dim=4096, element_bytes=2, link_bytes_s=32e9, flops_s=1.5e14, batch=64)
     points = [best(costs, tokens)[0] for tokens in range(128, 256)]
     assert points == sorted(points) and points[-1] > points[0]
     assert math.isclose(points[-1] / 255, points[0] / 128, rel_tol=0.02)
 
 
 def test_column_schedule_shares_the_weights() -> None:
-    base = LayerPrices.of_machine(hidden=512, kv_dim=512, element_bytes=2, link_bytes_s=1e9, flops_s=1e12)
+    base = of_machine(hidden=512, kv_dim=512, element_bytes=2, link_bytes_s=1e9, flops_s=1e12)
     weights_s = 12 * 512 * 512 * 2 / 1e9
     row = base.with_weights(WeightTimes(weights_s / 6, weights_s * 5 / 6), 1)
     coarse = base.with_weights(WeightTimes(weights_s, 0.0), 1)
