@@ -140,11 +140,6 @@ class SegmentedRows:
             # A cut after a failure must not need more memory than it frees.
             self._move(self._held)
 
-    def trim(self) -> None:
-        """Hold no spare rows that nobody shares."""
-        if self._held < self._tail.capacity and not self._tail.shared:
-            self._move(self._held)
-
     def _move(self, capacity: int) -> None:
         """The tail's rows to a buffer of one's own."""
         moved, held = self._tail.empty(capacity), self._held

@@ -20,7 +20,6 @@ from megakv.distributed.mesh import Mesh
 from megakv.engine.assisted import AssistedModel
 from megakv.engine.candidates import check_candidates, proposes
 from megakv.engine.config import MegaKVConfig
-from megakv.engine.features import FEATURES
 from megakv.engine.generation import (
     LengthLimits,
     candidates_beyond,
@@ -97,8 +96,9 @@ class MegaKVEngine(InferenceEngine):
             rotation.check()
         self._offloader: Offloader | None = None
         if config.megakv.offload.enabled:
-            make = FEATURES["offload"].make_offloader
-            self._offloader = make(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
+            from megakv.offload.assembly import make_offloader
+
+            self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache

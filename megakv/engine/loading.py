@@ -17,7 +17,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from megakv.engine.features import FEATURES
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
@@ -171,8 +170,9 @@ def build_model(
     fp8 = use_fp8(model) if feed_forward == "fp8" else {}
     away: LayerWeights | None = None
     if offload is not None and offload.weights:
-        place = FEATURES["offload"].layer_weights
-        away = place(model, dtypes | fp8, offload, pin=device.type == "cuda")
+        from megakv.offload.weights import layer_weights
+
+        away = layer_weights(model, dtypes | fp8, offload, pin=device.type == "cuda")
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)

@@ -82,7 +82,7 @@ class Runtime:
 
     def _forget(self) -> None:
         """Begin with methods that expect nothing of an earlier pass."""
-        self._life = self.comm.failures.life
+        self._life = self.comm.watch.failures.life
         self.methods.clear()
         for name in ("runahead", f"runahead{WITHIN}"):
             self.methods[name] = Runahead(self.planner.runahead.chunk_tokens)
@@ -125,7 +125,7 @@ class Runtime:
         return_dict: bool = True,
     ) -> PassPlan:
         """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
-        if self._life != self.comm.failures.life:
+        if self._life != self.comm.watch.failures.life:
             # What was under way in a pass that failed went with its groups.
             self._forget()
             self.planner.forget()

@@ -15,9 +15,10 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.base.device import upload
 from megakv.base.tensor_files import StreamedTensor
+from megakv.cache.dense import SpanStore
 from megakv.cache.ragged_body import Body, RaggedBody
 from megakv.cache.shares import HeadShares
-from megakv.cache.store import KVStore, Pair
+from megakv.cache.store import Pair
 from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
 from megakv.offload.config import OffloadConfig
@@ -64,7 +65,7 @@ class Strip(NamedTuple):
         return count if self.rows is None else int(np.searchsorted(self.rows[sequence].view(), count))
 
 
-class TieredStore(RowFormat, KVStore):
+class TieredStore(RowFormat, SpanStore):
     """Keys, values and activations of one layer on this rank, per sequence, off the accelerator.
 
     A token's row holds its keys, then its values, all heads: a run of tokens is one block of memory. `version` goes up
@@ -94,8 +95,8 @@ class TieredStore(RowFormat, KVStore):
 
     # As a KVStore
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
-        self.append_each([sequence], k_KSD, v_KSD)
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
+        self.append_each(sequence if isinstance(sequence, Sequence) else [sequence], k_KSD, v_KSD)
 
     def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
         for pair in runs:
@@ -173,6 +174,9 @@ class TieredStore(RowFormat, KVStore):
         device = torch.empty(shape, dtype=self.stored_dtype, device=self.engine.device)
         self.engine.link.start("in", paged.moves(paged.gone, device)).wait()
         return self.heads_of(self.unpacked(device))
+
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        return [self.part(sequence)] if self.rows(sequence) > self.gone(sequence) else []
 
     def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
         """A copy in host memory: pages are written again once they were given back."""

@@ -46,25 +46,19 @@ class TurnStore(KVStore):
         """Take the format of keys and values, of which there may be none."""
         self.tier.set_format(k_KSD, v_KSD)
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
         if self._open:
             self.tier.expect(k_KSD, v_KSD)
         (self._turn if self._open else self.tier).append(sequence, k_KSD, v_KSD)
-
-    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        if self._open:
-            super().append_each(sequences, k_KLD, v_KLD)
-        else:
-            self.tier.append_each(sequences, k_KLD, v_KLD)
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         if self._open:
             self.tier.expect(k_KSD, v_KSD)
         return (self._turn if self._open else self.tier).reserve(sequence, rows, k_KSD, v_KSD)
 
-    def part(self, sequence: int) -> Pair:
-        """Of the turn, where it is open."""
-        return (self._turn if self._turn.rows(sequence) else self.tier).part(sequence)
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        """Rows of the turn, where it is open."""
+        return (self._turn if self._turn.rows(sequence) else self.tier).runs(sequence)
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         # In one piece: they may travel.
@@ -91,28 +85,19 @@ class TurnStore(KVStore):
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self.tier.attend_elsewhere(call, q_HLD, tokens)
 
-    def release(self, sequence: int, rows: int) -> None:
-        of_turn = min(rows, self._turn.rows(sequence))
-        self._turn.release(sequence, of_turn)
-        if rows > of_turn:
-            self.tier.release(sequence, rows - of_turn)
-
     def finish(self) -> None:
         self.tier.finish()
         for sequence in self.tier.sequences if self._open and self._ends else ():
-            if rows := self._turn.rows(sequence):
+            if self._turn.rows(sequence):
                 self.tier.append(sequence, *self._turn.part(sequence))
                 self.tier.flush()
-                self._turn.release(sequence, rows)
+                self._turn.crop(sequence, 0)
 
     def forget(self, sequence: int, rows: int) -> None:
         before = self.tier.rows(sequence)
         self.tier.forget(sequence, min(rows, before))
         if rows > before:
             self._turn.forget(sequence, rows - before)
-
-    def gone(self, sequence: int) -> int:
-        return self.tier.gone(sequence) + self._turn.gone(sequence)
 
     def crop(self, sequence: int, length: int) -> None:
         self._turn.crop(sequence, max(0, length - self.tier.rows(sequence)))
@@ -135,7 +120,7 @@ class TurnStore(KVStore):
         return self.tier.rows(sequence) + self._turn.rows(sequence)
 
     def kept(self, sequence: int) -> IntArray:
-        rows = self.rows(sequence) - self.gone(sequence)
+        rows = self.rows(sequence) - self.tier.gone(sequence) - self._turn.gone(sequence)
         return np.full(self.tier.head_shape.heads if rows else 0, rows, dtype=np.int64)
 
     def nbytes(self) -> int:
