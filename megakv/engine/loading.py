@@ -170,9 +170,9 @@ def build_model(
     fp8 = use_fp8(model) if feed_forward == "fp8" else {}
     away: LayerWeights | None = None
     if offload is not None and offload.weights:
-        from megakv.offload.weights import layer_weights
+        from megakv.offload.weights import LayerWeights
 
-        away = layer_weights(model, dtypes | fp8, offload, pin=device.type == "cuda")
+        away = LayerWeights(model, dtypes | fp8, offload, pin=device.type == "cuda")
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)
