@@ -66,7 +66,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         new.unlink(missing_ok=True)
         raise
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None = None) -> None:
@@ -92,9 +92,9 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor], metadata: M
             assert written == tensor.nbytes, f"{name} has {tensor.nbytes} bytes, its pieces {written}"
 
 
-def sync_folder(folder: Path) -> None:
-    """Let the disk know a folder's names."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

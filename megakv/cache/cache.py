@@ -12,10 +12,10 @@ from torch import Tensor
 from megakv.cache.dense import DenseStore, SpanStore
 from megakv.cache.notes import Notes
 from megakv.cache.ragged import RaggedStore, Rotate
+from megakv.cache.segments import first_held
 from megakv.cache.span import CacheSpan
 from megakv.cache.store import KVStore
 from megakv.cache.transformers_cache import TransformersCache
-from megakv.cache.window import first_held
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
 
 if TYPE_CHECKING:

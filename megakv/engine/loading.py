@@ -22,9 +22,8 @@ from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
-from megakv.weights.folder import local_directory, read_config, read_generation_config
+from megakv.weights.folder import local_directory, model_class, read_config, read_generation_config
 from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
-from megakv.weights.model_class import model_class
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.placement.plan import InjectionPolicy
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors

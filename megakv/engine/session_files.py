@@ -25,7 +25,6 @@ from megakv.cache.saved_tokens import SavedSlots, SavedTokens, check_format
 from megakv.cache.shares import Copies
 from megakv.distributed.sharding import TokenTable
 from megakv.engine.session_folder import META_FILE, read_values, shard_file, unwritable
-from megakv.injection.interface import keeps_latents
 from megakv.weights.fingerprint import settings_of
 from megakv.weights.placement import HeadMap
 
@@ -68,11 +67,9 @@ class SessionMeta:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the model's config, and of what is cached of a token."""
+    """A hash of the model's config."""
     config = json.dumps(settings_of(model.config), sort_keys=True, default=str)
-    # Earlier versions kept all heads' keys and values of such a model.
-    form = b"latents" if any(map(keeps_latents, model.modules())) else b""
-    return hashlib.sha256(config.encode() + form).hexdigest()
+    return hashlib.sha256(config.encode()).hexdigest()
 
 
 def write_shard(

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megakv.base.errors import MegaKVError
-from megakv.base.tensor_files import sync_folder, written_whole
+from megakv.base.tensor_files import sync, written_whole
 
 META_FILE = "session.json"
 SUBFOLDER = re.compile(r"save-[0-9a-f]{16}")
@@ -83,7 +83,7 @@ class PendingSave:
             new.replace(self._target / META_FILE)
             self._committed = True
             for folder in (self._target, *(made.parent for made in self._made)):
-                sync_folder(folder)
+                sync(folder)
         except OSError as error:
             raise unwritable(self._target, error) from error
 
