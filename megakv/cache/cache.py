@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from torch import Tensor
 
-from megakv.cache.dense import DenseStore, SpanStore
+from megakv.cache.dense import DenseStore
 from megakv.cache.notes import Notes
 from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.segments import first_held
 from megakv.cache.span import CacheSpan
-from megakv.cache.store import KVStore
+from megakv.cache.store import KVStore, SpanStore, TurnStore
 from megakv.cache.transformers_cache import TransformersCache
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
 
@@ -48,7 +48,7 @@ class ShardedCache(TransformersCache):
         *,
         size: int,
         rank: int,
-        new_store: Callable[[int, IntArray], KVStore] = lambda layer, prompts: DenseStore(len(prompts)),
+        new_store: Callable[[int, IntArray], TurnStore] = lambda layer, prompts: DenseStore(len(prompts)),
         compresses: bool = False,
         shares_heads: bool = False,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
@@ -165,9 +165,9 @@ class ShardedCache(TransformersCache):
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
         if store is None:
-            store = self._new_store(layer, self.table.prompts)
+            store = rows = self._new_store(layer, self.table.prompts)
             if self.compresses:
-                store = self._compressing(store, None if self._rotate is None else partial(self._rotate, layer))
+                store = self._compressing(rows, None if self._rotate is None else partial(self._rotate, layer))
             self._stores[layer] = store
             if self._expected:
                 cast(SpanStore, store).preallocate(0, self._expected[layer])
@@ -184,7 +184,7 @@ class ShardedCache(TransformersCache):
             if store is not None:
                 cast(SpanStore, store).preallocate(0, rows)
 
-    def _compressing(self, store: KVStore, rotate: Rotate | None) -> KVStore:
+    def _compressing(self, store: TurnStore, rotate: Rotate | None) -> KVStore:
         """The store of a layer that may be compressed, around that of all other rows."""
         return RaggedStore(self.table.batch, store, rotate)
 

@@ -13,25 +13,10 @@ from torch import Tensor
 
 from megakv.attention.compiled import RowTable, Run
 from megakv.cache.segments import SegmentedRows
-from megakv.cache.store import KVStore, Pair
+from megakv.cache.store import Pair, SpanStore
 
 GROWTH_MINIMUM = 16
 """Rows that a full buffer grows by at least."""
-
-
-class SpanStore(KVStore):
-    """A store whose rows are all there, and all heads' alike: `ShardedCache.span` takes some out, or puts them in."""
-
-    def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
-        """The runs of some rows, none of which is gone, in memory that nobody writes again."""
-        raise NotImplementedError
-
-    def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
-        """Add rows that lie in such memory; a ValueError where they are of another kind than those before."""
-        raise NotImplementedError
-
-    def preallocate(self, sequence: int, rows: int) -> None:
-        """So many rows of a sequence will be there in all: memory may be taken for all of them at once."""
 
 
 class DenseStore(SpanStore):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from megakv.cache.joined_bodies import join
 from megakv.cache.ragged_attention import AttendedBody, RaggedPart
 from megakv.cache.ragged_body import Body, RaggedBody
 from megakv.cache.saved import SavedLayer
-from megakv.cache.store import KVStore, Pair, joined
+from megakv.cache.store import KVStore, Pair, TurnStore
 from megakv.cache.together import attend_heads
 from megakv.distributed.sharding import IntArray
 
@@ -109,7 +109,7 @@ class RaggedStore(KVStore):
     count nothing that was compressed. `rotate` moves keys of this layer on.
     """
 
-    def __init__(self, batch: int, inner: KVStore, rotate: Rotate | None = None):
+    def __init__(self, batch: int, inner: TurnStore, rotate: Rotate | None = None):
         self._spans: list[tuple[Span, ...]] = [()] * batch
         self._inner, self._rotate = inner, rotate
         # Names of the bodies at the begin of the pass before.
@@ -124,6 +124,10 @@ class RaggedStore(KVStore):
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._inner.reserve(sequence, rows, k_KSD, v_KSD)
+
+    def part(self, sequence: int) -> Pair:
+        """Tokens of the turn, which are not compressed yet, in one piece."""
+        return self._inner.part(sequence)
 
     def runs(self, sequence: int) -> Sequence[Pair]:
         """Tokens that are not compressed."""
@@ -177,12 +181,12 @@ class RaggedStore(KVStore):
         if not count:
             return
         start = self.rows(sequence) - count
-        keys, values = joined(self._inner.runs(sequence))
+        keys, values = self._inner.part(sequence)
         last = slice(keys.shape[1] - count, None)
         body = RaggedBody.kept(keys[:, last], values[:, last], keep_KS, np.arange(start, start + count))
         del keys, values
         self.add_span(sequence, Span(start, start + count, body))
-        self._inner.crop(sequence, self._inner.rows(sequence) - count)
+        self._inner.release(sequence, count)
 
     def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]:
         for span in self._spans[sequence]:
@@ -202,7 +206,7 @@ class RaggedStore(KVStore):
         stop = self.rows(sequence)
         body = RaggedBody.packed(keys, values, counts, rows)
         self._spans[sequence] = ()
-        self._inner.crop(sequence, 0)
+        self._inner.release(sequence, self._inner.rows(sequence))
         if stop:
             self.add_span(sequence, Span(0, stop, body), move)
 
@@ -247,7 +251,7 @@ class RaggedStore(KVStore):
         self._inner.reorder(index)
 
     def fork(self) -> RaggedStore:
-        twin = type(self)(0, self._inner.fork(), self._rotate)
+        twin = type(self)(0, cast(TurnStore, self._inner.fork()), self._rotate)
         twin._spans = list(self._spans)
         return twin
 

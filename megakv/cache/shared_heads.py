@@ -1,6 +1,6 @@
 """Uncompressed keys and values of a layer whose KV heads are partly shared with other tensor-parallel ranks.
 
-It adds no verb to those of every store: `runs` are tokens of the turn, all heads, that `finish` has not divided yet.
+It adds no verb to those of a `TurnStore`: `runs` are tokens of the turn, all heads, that `finish` has not divided yet.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from megakv.cache.dense import DenseStore
 from megakv.cache.ragged_attention import attend_by_heads
 from megakv.cache.saved import SavedLayer
 from megakv.cache.shares import HeadShares
-from megakv.cache.store import KVStore, Pair, joined
+from megakv.cache.store import Pair, TurnStore
 from megakv.distributed.sharding import IntArray, TokenColumn
 
 
@@ -80,7 +81,7 @@ def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndar
     partial.merge(out, lse)
 
 
-class SharedHeadsStore(KVStore):
+class SharedHeadsStore(TurnStore):
     """Of a head that other ranks hold too, only this rank's share of the tokens.
 
     The tokens of a pass are there whole while it attends, since every replica has computed them anyway: `finish` keeps
@@ -94,7 +95,7 @@ class SharedHeadsStore(KVStore):
     `new_store` makes for a batch of so many sequences.
     """
 
-    def __init__(self, prompts: IntArray, shares: HeadShares, new_store: Callable[[int], KVStore] = DenseStore):
+    def __init__(self, prompts: IntArray, shares: HeadShares, new_store: Callable[[int], TurnStore] = DenseStore):
         self._prompts, batch = prompts.tolist(), len(prompts)
         self._shares = shares
         self._complete, self._turn, self._ends = False, False, True
@@ -155,6 +156,9 @@ class SharedHeadsStore(KVStore):
                 self._kept[1 + index].append(sequence, k_KSD[head, chosen], v_KSD[head, chosen])
                 columns[sequence].extend(own + first)
 
+    def part(self, sequence: int) -> Pair:
+        return self._new[sequence]
+
     def runs(self, sequence: int) -> Sequence[Pair]:
         return [self._new[sequence]] if sequence in self._new else []
 
@@ -175,7 +179,7 @@ class SharedHeadsStore(KVStore):
             if not store.kept(sequence).any():
                 yield None
                 continue
-            keys, values = joined(store.runs(sequence))
+            keys, values = store.part(sequence)
             here = slice(store.rows(sequence) - keys.shape[1], store.rows(sequence))
             rows = here if index == 0 else self._kept_rows[index - 1][sequence].view()[here]
             yield KVPart(sequence, keys, values, slots[rows], positions[rows])
@@ -218,6 +222,15 @@ class SharedHeadsStore(KVStore):
             rows.length = int(np.searchsorted(rows.view(), length))
             store.crop(sequence, rows.length)
 
+    def release(self, sequence: int, rows: int) -> None:
+        new = self._new.get(sequence)
+        if new is None or new[0].shape[1] != rows:
+            super().release(sequence, rows)
+            return
+        # What was kept before stays as it is.
+        del self._new[sequence]
+        self._given[sequence] -= rows
+
     def reorder(self, index: list[int]) -> None:
         self._prompts = [self._prompts[source] for source in index]
         self._given = [self._given[source] for source in index]
@@ -230,7 +243,7 @@ class SharedHeadsStore(KVStore):
         twin._prompts = list(self._prompts)
         twin._given, twin._new = list(self._given), {}
         twin._kept_rows = [[rows.copy() for rows in columns] for columns in self._kept_rows]
-        twin._kept = [store.fork() for store in self._kept]
+        twin._kept = [cast(TurnStore, store.fork()) for store in self._kept]
         return twin
 
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:

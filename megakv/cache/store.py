@@ -25,7 +25,6 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megakv.attention.method import Store
@@ -57,12 +56,6 @@ def cut(runs: Sequence[Pair], first: int, last: int | None = None) -> tuple[Pair
 def saved_runs(runs: Sequence[Pair]) -> Iterator[tuple[str, StreamedTensor]]:
     """Tensors of a file by name: keys and values, if there are any, whose rows lie in several runs."""
     return zip("kv", map(StreamedTensor.joined, zip(*runs, strict=True)), strict=False)
-
-
-def joined(runs: Sequence[Pair]) -> Pair:
-    """Rows in one piece, one at least: a copy where they lie in several."""
-    keys, values = runs[0] if len(runs) == 1 else (torch.cat(each, dim=1) for each in zip(*runs, strict=True))
-    return keys, values
 
 
 class KVStore(Store, ABC):
@@ -157,3 +150,30 @@ class KVStore(Store, ABC):
     @abstractmethod
     def nbytes(self) -> int:
         """Bytes of memory held."""
+
+
+class TurnStore(KVStore):
+    """A store of rows that may be compressed when their turn ends: a `RaggedStore` can be around it."""
+
+    @abstractmethod
+    def part(self, sequence: int) -> Pair:
+        """Keys and values in one piece: all rows, or those of the turn alone."""
+
+    def release(self, sequence: int, rows: int) -> None:
+        """Free the last rows of a sequence, in the pass that has compressed them."""
+        self.crop(sequence, self.rows(sequence) - rows)
+
+
+class SpanStore(TurnStore):
+    """A store whose rows are all there, and all heads' alike: `ShardedCache.span` takes some out, or puts them in."""
+
+    @abstractmethod
+    def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
+        """The runs of some rows, none of which is gone, in memory that nobody writes again."""
+
+    @abstractmethod
+    def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
+        """Add rows that lie in such memory; a ValueError where they are of another kind than those before."""
+
+    def preallocate(self, sequence: int, rows: int) -> None:  # noqa: B027
+        """So many rows of a sequence will be there in all: memory may be taken for all of them at once."""

@@ -16,7 +16,6 @@ from megakv.base.errors import MegaKVError
 from megakv.base.laws import CombinationError
 from megakv.cache.notes import Notes
 from megakv.cache.ragged import RaggedStore
-from megakv.cache.store import joined
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
@@ -167,8 +166,8 @@ class Compressor:
         orders = tuple(np.searchsorted(sorted_slots, found) for found in slots)
         count = len(slots[call.rank])
         if count:
-            runs = cast(RaggedStore, call.store).runs(sequence)
-            keys, values = (part[:, part.shape[1] - count :] for part in joined(runs))
+            turn_rows = cast(RaggedStore, call.store).part(sequence)
+            keys, values = (part[:, part.shape[1] - count :] for part in turn_rows)
         else:
             keys = call.q_HLD.new_empty((call.kv_heads, 0, call.key_dim))
             values = call.v_KLD[:, :0]

@@ -20,7 +20,7 @@ from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
 from megakv.cache.shared_heads import SharedHeadsStore
-from megakv.cache.store import KVStore
+from megakv.cache.store import TurnStore
 from megakv.costmodel.context_parallel import Workload
 from megakv.distributed.comm import Communicator
 from megakv.distributed.layouts import balanced
@@ -93,7 +93,7 @@ class Runtime:
         # Beside what heads keep, which may be little, unused capacity counts.
         least_growth = 2 if compresses else GROWTH_MINIMUM
 
-        def new_store(layer: int, prompts: IntArray) -> KVStore:
+        def new_store(layer: int, prompts: IntArray) -> TurnStore:
             dense = partial(DenseStore, least_growth=least_growth)
             shares = None if self.replicas is None else self.replicas.shares(layer)
             return dense(len(prompts)) if shares is None else SharedHeadsStore(prompts, shares, dense)

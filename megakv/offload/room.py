@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,18 +12,10 @@ from megakv.cache.segments import held_rows
 from megakv.cache.shares import HeadShares
 from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import Layout
+from megakv.forward.runtime import Runtime
 from megakv.offload.cache import OffloadedCache
 from megakv.offload.pages import PagePool
 from megakv.offload.store import TieredStore
-
-
-class CompressedTurn(NamedTuple):
-    """A turn under way that may be compressed when it ends: its first slot, and what a head keeps of so many tokens, on
-    average; None where they are too few.
-    """
-
-    first: int
-    kept: Callable[[int], int | None]
 
 
 def check_room(
@@ -33,12 +24,10 @@ def check_room(
     layout: Layout,
     store: TieredStore,
     windows: Sequence[int | None],
+    runtime: Runtime,
     *,
     prompt: int,
     new_tokens: int,
-    ranks: int,
-    turn: CompressedTurn | None = None,
-    most: int | None = None,
 ) -> None:
     """Refuse a generation, with a MegaKVError, if not all that will be held has room.
 
@@ -46,16 +35,26 @@ def check_room(
     are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows, and
     their heads where a mapping places them. Budgets are the same on all ranks, tokens and heads are not quite: every
     rank looks at the one with most, so that none is refused while others wait for it. What is still to come is spread
-    over so many `ranks`, and what a `turn` keeps, too: which rank and head keep how much is known when it ends. Until
-    then its tokens are on the accelerator. Where heads hold no more than `most` tokens while decoding, what is evicted
-    makes room for what comes.
+    over the ranks, and what a turn that may be compressed keeps, too: which rank and head keep how much is known when
+    it ends. Until then its tokens are on the accelerator. Where heads hold no more than so many tokens while decoding,
+    what is evicted makes room for what comes.
     """
-    table, new_tokens = cache.table, new_tokens if most is None else min(new_tokens, most)
+    table, ranks = cache.table, 1 if runtime.planner.gathers else cache.size
+    shape, step, compressor = runtime.planner.shape, runtime.current, runtime.compressor
+    if shape is not None and len(shape.layers) == len(windows):
+        # Known before any layer has shown its own.
+        windows = [layer.window for layer in shape.layers]
+    turn = None
+    if compressor is not None and step is not None and step.cache is cache:
+        turn = step.compression.turn
+        new_tokens = new_tokens if compressor.most is None else min(new_tokens, compressor.most)
     ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
     pieces = max(0, prompt - 1 - int(max(ends)))
     to_come = -(-(new_tokens + pieces) // ranks)
     turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
-    kept: list[int | None] = [None] * table.batch if turn is None else [*map(turn.kept, turns)]
+    kept: list[int | None] = [None] * table.batch
+    if turn is not None and compressor is not None:
+        kept = [*map(compressor.kept, turns)]
     dense, prompts = cache.uncompressed(), table.prompts.tolist()
     found: list[tuple[int, int]] = []
     for rank in range(table.size):

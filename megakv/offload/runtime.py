@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
-from megakv.cache.ragged_attention import RaggedPart
+from megakv.costmodel.hardware import HostProfile
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.forward.pass_plan import PassPlan
@@ -22,7 +23,6 @@ from megakv.forward.runtime import Runtime
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
-from megakv.offload.costs import LayerSpeeds, OffloadCosts
 from megakv.offload.host_attention import attend_on_host
 from megakv.offload.host_rank import HostParts, HostRank
 from megakv.offload.layer_columns import LayerColumns
@@ -30,10 +30,11 @@ from megakv.offload.pages import PagePool
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
+from megakv.offload.rates import Rates
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.resources import made_tiers, make_link
-from megakv.offload.room import CompressedTurn, check_room
+from megakv.offload.room import check_room
 from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import Strip, TieredStore
 from megakv.offload.weight_stream import WeightStream
@@ -65,43 +66,37 @@ class Offloader:
         self._table = TokenTable(0, 0)
         self._decoding, self._keeps = False, True
         self._announced: tuple[int, int] | None = None
-        self._measured: LayerSpeeds | None = None
+        self._profile: HostProfile | None = None
         self._host_rank: HostRank | None = None
         self.weights: WeightStream | None = None
         self.schedule = GroupSchedule(config, model, Agreement(comm))
-
-        def current() -> PassPlan:
-            assert runtime.current is not None
-            return runtime.current
 
         with ExitStack() as made:
             memory, disk = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
             self.pool = PagePool([memory, *disk], config.page_kib << 10, layers=layers)
             self._disk = self.pool.disk or (None if weights is None else weights.disk)
-            self.link = make_link(self.device, config.emulated_link_gb_s)
-            made.callback(self.link.close)
-            self.link.seams = sorted([*memory.seams, *([] if weights is None else weights.tier.seams)])
+            self.link = made.enter_context(closing(make_link(self.device, config.emulated_link_gb_s)))
             if config.host_attends:
-                self._host_rank = HostRank(config.cpu_threads, self.link.clock)
-                made.callback(self._host_rank.close)
-            self._recomputation = Recomputation(model, entered=self.enter, current=current)
+                self._host_rank = made.enter_context(closing(HostRank(config.cpu_threads, self.link.clock)))
+            self._recomputation = Recomputation(
+                model, entered=self.enter, current=lambda: cast(PassPlan, runtime.current)
+            )
             made.callback(self._recomputation.remove)
             if weights is not None:
-                link, groups = self.link, self.schedule.count
-                self.weights = WeightStream(model, weights, link=link, device=self.device, groups=groups)
-                made.callback(self.weights.close)
+                stream = WeightStream(model, weights, link=self.link, device=self.device, groups=self.schedule.count)
+                self.weights = made.enter_context(closing(stream))
             if config.groups > 1 or config.chooses_groups:
                 # Behind the hooks of the weights: those are there when a layer's first group is computed.
                 made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
             self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
             sharers = comm.watch.neighbours
-            self.costs = OffloadCosts(Profiler(config, self.link, self._disk, self.device, sharers=sharers))
+            self.rates = Rates(Profiler(config, self.link, self._disk, self.device, sharers=sharers))
             self._log = StepLog(self.link, comm.ledger, self._learn)
             # A last rank that keeps everything waits for nobody, unless its heads are on several.
             alone = comm.mesh.tp_size == 1 and (comm.mesh.cp_size == 1 or runtime.planner.gathers)
             self._planner = Planner(
                 config,
-                self.costs,
+                self.rates,
                 chunk=config.chunk_on(self.device.type),
                 layers=layers,
                 recomputation=self._recomputation,
@@ -137,7 +132,7 @@ class Offloader:
         Every sequence may fill its last page of every layer with a single token.
         """
         assert isinstance(cache, OffloadedCache)
-        strips = [strip for layer in range(self._layers) for strip in cache.strips(layer)]
+        strips = (strip for layer in range(self._layers) for strip in cache.strips(layer))
         columns = [rows for strip in strips for rows in strip.store.rows_per_page]
         pages = self.pool.capacity - sequences * len(columns)
         return max(0, int(pages / sum(1 / rows for rows in columns))) if columns else sys.maxsize
@@ -148,7 +143,7 @@ class Offloader:
         self._announced = prompt, new_tokens
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
-        self._planner.new_run(new_tokens)
+        self._planner.new_run()
         self.schedule.new_run()
         return self._planner
 
@@ -157,14 +152,14 @@ class Offloader:
         if cache is not self._cache:
             self._log.clear()
             self._prefetch.drop_all()
-            self._planner.new_run(0)
+            self._planner.new_run()
 
     # A pass
 
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool, turn: bool) -> None:
         """A pass over a cache begins, its new tokens in the table; `stays` and `turn` as for `ShardedCache.begin`."""
         self._log.read()
-        self._measured = self.costs.measured
+        self._profile = self.rates.profile
         self._table = cache.uncompressed()
         entered = partial(self._prefetch.enter, cache, self._table, layout, stays=stays, turn=turn)
         if not entered(groups=self.schedule.count):
@@ -173,8 +168,6 @@ class Offloader:
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         if self.schedule.choose(cache, layout, buffers=self._prefetch.nbytes):
             entered(groups=self.schedule.count)
-            if self.weights is not None:
-                self.weights.share(self.schedule.count)
         self._cache, self._layout = cache, layout
         self._decoding = all(count <= 1 for count in new)
         cached, plan = sum(cache.tier(0).lengths()), self._prefetch.plan(cache.tier(0))
@@ -189,8 +182,7 @@ class Offloader:
         ready = (len(self._prefetch) > 0 or not self._planner.ahead) and not self._evicts
         self._log.begin(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits, ready=ready)
         if self.weights is not None:
-            self.weights.waited.clear()
-            self.weights.spread = len(self._prefetch.groups) > 1
+            self.weights.begin(self.schedule.count, spread=len(self._prefetch.groups) > 1)
         self._prefetch.begin()
 
     def enter(self, layer: int, hidden_LE: Tensor) -> None:
@@ -205,7 +197,6 @@ class Offloader:
             else:
                 strip.store.enter()
         if index:
-            self.link.hold_up()
             self._pass_on(store, index - 1)
         if self._recomputes and self._keeps and store.keeps_inputs:
             inputs = self._recomputation.inputs(layer, hidden_LE)
@@ -242,26 +233,13 @@ class Offloader:
         if self._announced is None or cache is None or layout is None or cache.tier(store.layer) is not store:
             return
         (prompt, new_tokens), self._announced = self._announced, None
-        shape, windows, current = self._runtime.planner.shape, self._prefetch.windows, self._runtime.current
-        if shape is not None and len(shape.layers) == len(windows):
-            # Known before any layer has shown its own.
-            windows = [layer.window for layer in shape.layers]
-        ranks, compressor, compressed = 1 if self._runtime.planner.gathers else cache.size, None, None
-        if current is not None and current.cache is cache and (compressor := self._runtime.compressor) is not None:
-            compressed = (
-                None
-                if current.compression.turn is None
-                else CompressedTurn(current.compression.turn.first, compressor.kept)
-            )
-        given = {"prompt": prompt, "new_tokens": new_tokens, "ranks": ranks}
-        most = None if compressor is None else compressor.most
-        check_room(self.pool, cache, layout, store, windows, turn=compressed, most=most, **given)
+        given = {"prompt": prompt, "new_tokens": new_tokens}
+        check_room(self.pool, cache, layout, store, self._prefetch.windows, self._runtime, **given)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""
         if self._cache is not None and self._cache.tier(store.layer) is not store:
             return
-        self.link.hold_up()
         if self.weights is not None:
             self.weights.attended()
         self._pass_on(store, len(self._prefetch.groups) - 1)
@@ -271,9 +249,9 @@ class Offloader:
         if cache is not self._cache:
             return
         self._layout = None
-        costs, profiled = self.costs, self.costs.measured is not self._measured
-        rates = costs.link_bytes_s, costs.disk_bytes_s
-        self._log.end(self.weights, decoding=self._decoding, profiled=profiled, rates=rates)
+        rates, profiled = self.rates, self.rates.profile is not self._profile
+        seconds = rates["byte_s"], rates["disk_byte_s"]
+        self._log.end(self.weights, decoding=self._decoding, profiled=profiled, byte_seconds=seconds)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
@@ -291,10 +269,9 @@ class Offloader:
         self, strips: Sequence[Strip], call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
     ) -> HostParts | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
-        host = self._host_rank
-        if host is None:
+        if self._host_rank is None or self._cache is None:
             return None
-        return attend_on_host(host, call, self._table, q_HLD, tokens, strips, self._left(strips[0].store))
+        return attend_on_host(self._host_rank, call, self._cache, self._table, q_HLD, tokens, strips)
 
     @property
     def disk_io(self) -> str | None:
@@ -314,13 +291,8 @@ class Offloader:
         step = self._runtime.current
         return step is not None and bool(step.compression.evict)
 
-    def _left(self, store: TieredStore) -> list[RaggedPart]:
-        """What compression kept of the group of sequences that is attended to, where it is left to the host."""
-        cache, staged = self._cache, store.staged
-        return [] if cache is None or staged is None or not staged.left else cache.left(store.layer, staged.group)
-
     def _learn(self, record: StepRecord) -> None:
-        self.costs.learn(record, self._layers)
+        self.rates.learn(record, self._layers)
         self._planner.observe(record)
 
     def _prepare(self, store: TieredStore, index: int) -> None:
@@ -339,16 +311,14 @@ class Offloader:
 
     def _pass_on(self, store: TieredStore, index: int) -> None:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
-        assert self._log.current is not None
-        parts, counts = [], {}
-        if store.staged is not None:
-            parts, counts = store.staged.host_parts, store.staged.counts()
-        assert self._cache is not None
-        for strip in self._cache.strips(store.layer):
+        record, cache, staged = self._log.current, self._cache, store.staged
+        assert record is not None and cache is not None
+        self.link.hold_up()
+        for strip in cache.strips(store.layer):
             if strip.store.staged is not None:
                 strip.store.move_residents(strip.store.staged)
                 strip.store.staged = None
-        self._log.current.attended(store.layer, parts, counts)
+        record.attended(store.layer, *(([], {}) if staged is None else (staged.host_parts, staged.counts())))
         # A layer that has yet to evict is not what the next step needs.
         beyond = self._decoding and self._planner.ahead and not self._evicts
         self._prefetch.follow(store.layer, index, beyond=beyond)

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.costs import LayerSpeeds
-from megakv.offload.method import Split
-from megakv.offload.methods import methods_of
+from megakv.offload.method import Split, methods_of
 from megakv.offload.pipeline import layer_times
 from megakv.offload.pipeline import step_seconds as pipeline_seconds
+from megakv.offload.prices import GroupPrices
+from megakv.offload.rates import Rates
 from megakv.offload.record import StepRecord
-from megakv.offload.times import group_costs
 
 from ..models import DTYPES, drawn_model, random_ids
 from .decoder import Decoder, Sample, config_of
@@ -51,7 +50,7 @@ class CaseBench:
         self._ids = random_ids(config.vocab_size, case.prompt, device, case.batch)
         self._stays = device.type == "cpu"
         self._ready_made: dict[str, Decoder] = {}
-        self._profiles: dict[str, LayerSpeeds | None] = {}  # By method, what was measured before its first step
+        self._rates: dict[str, Rates | None] = {}  # By method, what was measured before its first step
         self._tokens: Tensor | None = None
 
     def measure(self, *, least: int, most: int, budget_s: float) -> list[dict[str, Any]]:
@@ -100,7 +99,7 @@ class CaseBench:
             if not self._stays:
                 self._warm_up(decoder)
             turn = [decoder.generate(share, self._case.new) for share in self._shares(decoder)]
-            self._profiles[name] = decoder.profile()
+            self._rates[name] = decoder.rates()
         finally:
             if not self._stays:
                 decoder.close()
@@ -192,10 +191,10 @@ class CaseBench:
             return
         alone = self._empty_step()
         for row in rows:
-            profile = self._profiles[row["method"]]
-            if profile is not None and not row["lossy"]:
+            rates = self._rates[row["method"]]
+            if rates is not None and not row["lossy"]:
                 tokens = round(statistics.median(cached for cached, _ in row["split_points"]))
-                row["forecast_s"] = self._forecast(row["method"], profile, tokens, alone / self._layers)
+                row["forecast_s"] = self._forecast(row["method"], rates, tokens, alone / self._layers)
 
     def _empty_step(self) -> float:
         """Seconds of an offloaded step that has next to nothing cached: what it takes beside the link and attention."""
@@ -203,12 +202,12 @@ class CaseBench:
             turns = [[empty.generate(self._ids[:, :1], self._case.new)] for _ in range(EMPTY_TURNS)]
         return statistics.median(step_seconds(turn) for turn in turns)
 
-    def _forecast(self, method: str, profile: LayerSpeeds, tokens: int, device_s: float) -> float:
+    def _forecast(self, method: str, rates: Rates, tokens: int, device_s: float) -> float:
         """Predict a step before any step has shown anything."""
-        costs = replace(profile.costs(self._case.batch), device_s=device_s)
-        group = replace(group_costs(costs, tokens), chunk=self._arguments.chunk)
+        prices = replace(rates.layer_prices({}, self._case.batch), device_s=device_s)
         # Without activations there is nothing to recompute from, and without its speed the host attends to nothing.
-        group = group if profile.input_bytes else replace(group, inputs=0)
+        inputs, host = (tokens if known else 0 for known in (rates.input_bytes, prices.host_attend_s))
+        group = GroupPrices(prices, tokens, inputs, host, chunk=self._arguments.chunk)
         ways = methods_of(variant(method).method).values()
         # Where that leaves nothing, all is sent.
         splits = [split for way in ways if (split := way.split(group)) is not None] or [Split(tokens)]

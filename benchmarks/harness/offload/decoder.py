@@ -18,8 +18,8 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 
 import megakv
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.costs import LayerSpeeds
 from megakv.offload.link import EmulatedLink
+from megakv.offload.rates import Rates
 from megakv.offload.record import StepRecord
 
 from ..models import twin, weight_bytes
@@ -198,10 +198,10 @@ class Decoder:
         """Bytes of the keys and values of a generation's tokens."""
         return tokens.numel() * len(self._shape.layers) * self._shape.attention().kv_row_bytes
 
-    def profile(self) -> LayerSpeeds | None:
-        """Speeds that were measured before the first step."""
-        costs = getattr(getattr(self._engine, "_offloader", None), "costs", None)
-        return None if costs is None else costs.measured
+    def rates(self) -> Rates | None:
+        """Rates of its engine, of which those that were measured before the first step stay."""
+        found: Rates | None = getattr(getattr(self._engine, "_offloader", None), "rates", None)
+        return found
 
     def close(self) -> None:
         if self._engine is not None:

@@ -19,9 +19,9 @@ from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.costmodel.simulation import Disturbances, Simulation
 from megakv.costmodel.timeline import LayerWork
 from megakv.distributed.layouts import balanced_tokens
-from megakv.offload.equations import RESIDENT, WeightTimes
 from megakv.offload.method import Split
 from megakv.offload.pipeline import StepTimes, step_seconds
+from megakv.offload.prices import RESIDENT, WeightTimes
 from megakv.offload.times import OffloadedStep
 from megakv.planner.virtual_runs import play_offload
 from tests.unit.costmodel.profiles import ideal
@@ -296,8 +296,8 @@ def offload_tasks(times: StepTimes, layers: int, steps: int) -> list[float]:
     ends = []
     for _ in range(steps):
         for _ in range(layers):
-            first = tasks.add("link", times.first_s, [*carried, *attended[-2:][: len(attended) >= 2]])
-            landed = tasks.add("link", times.landed_s - times.first_s, [first])
+            first = tasks.add("link", 0.0, [*carried, *attended[-2:][: len(attended) >= 2]])
+            landed = tasks.add("link", times.landed_s, [first])
             carried = [tasks.add("link", times.sent_s - times.landed_s, [landed])]
             early = tasks.add("processor", times.recompute_s - times.last_s, [*busy, first])
             queries = tasks.add("processor", times.last_s, [early, landed])
@@ -332,7 +332,6 @@ def test_offloaded_decoding_against_a_clock_that_looks_at_all() -> None:
             layer_s=random.uniform(0.1, 3),
             host_s=random.choice((0.0, 1.5)),
             outside_s=random.uniform(0, 2),
-            first_s=landed * random.random(),
             attend_s=random.choice((0.0, random.uniform(0, 2))),
         )
         layers = random.choice((2, 5, 9))

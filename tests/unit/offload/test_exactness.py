@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megakv.attention.layer import LayerCalls, load_layer
 from megakv.injection.prompt_layer import PromptLayer
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 from megakv.offload.paged_rows import PagedRows
 from megakv.offload.staging import StagedLayer
 from tests.families import CONFIGS, FAMILIES
@@ -225,7 +225,7 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
         offloader, sent = engine._offloader, [0]
 
         def note(*_: Any, offloader: Any = offloader, sent: list[int] = sent, **__: Any) -> Tensor:
-            for transfer in offloader.outgoing:
+            for transfer in offloader.link._outgoing:
                 transfer.settle()
             sent.append(offloader.link.traffic["out"].nbytes)
             return torch.zeros(len(ids), dtype=torch.bool)
