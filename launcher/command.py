@@ -15,8 +15,7 @@ from itertools import pairwise
 from types import FrameType, ModuleType
 from typing import NoReturn
 
-from megakv.base.errors import MegaKVError
-from megakv.base.extras import require_extra
+from megakv.base.errors import MegaKVError, require_extra
 from megakv.launcher.commands import EXTRA_OF, SUMMARIES
 from megakv.launcher.process import UNREAD
 from megakv.tracking.files import check_outputs, write_whole

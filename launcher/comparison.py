@@ -15,8 +15,7 @@ from transformers import PreTrainedModel
 from megakv.engine.engine import MegaKVEngine
 from megakv.injection.policy import depends_on_length
 from megakv.tracking.measurements import LogitComparison
-from megakv.weights.folder import local_directory, read_config
-from megakv.weights.model_class import model_class
+from megakv.weights.folder import local_directory, model_class, read_config
 
 SCORES_BYTES = 1 << 28
 """Attention weights that a step of an eager pass may take for one layer."""

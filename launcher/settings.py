@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megakv.base.extras import require_extra
+from megakv.base.errors import require_extra
 from megakv.launcher.ranks import DTYPES, read_hostfile
 from megakv.tracking.config import check_project
 from megakv.tracking.files import check_outputs

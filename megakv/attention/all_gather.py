@@ -26,7 +26,7 @@ class AllGatherKV:
             buffer = self._scratch.take("own", largest, call.q_HLD.device)
             messages.pack(parts, buffer[: messages.nbytes(call.rank)])
             everything = self._scratch.take("all", call.size * largest, call.q_HLD.device)
-            gathered = call.comm.cp_all_gather(
+            gathered = call.comm.all_gather(
                 buffer, operation="all_gather", layer=call.layer, receive=everything.view(call.size, largest)
             )
             for source in range(call.size):

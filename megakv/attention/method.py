@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from megakv.attention.compiled import RowTable
 from megakv.attention.partial import KVPart, PackedAttention, Part, dense
 from megakv.attention.reference import Scoring
 from megakv.attention.together import PackedRows, attend_rows, attend_together
@@ -45,9 +47,7 @@ class Ring(Protocol):
         """Send to rank `rank` - 1 or + 1, which posts a receive: not from the last rank to the first."""
 
     def post_receive(self, buffer: Tensor, source: int, *, operation: str, layer: int | None) -> Transfer: ...
-    def cp_all_gather(
-        self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None
-    ) -> Tensor:
+    def all_gather(self, tensor: Tensor, *, operation: str, layer: int | None, receive: Tensor | None = None) -> Tensor:
         """``[N, ...]`` of all N ranks, whose tensors have one shape."""
 
     def cp_all_to_all(
@@ -62,22 +62,47 @@ class PartElsewhere(Protocol):
         """Merge it into the attention to all other rows, in place."""
 
 
-class Store(Protocol):
-    """What attention uses of this rank's keys and values of a layer: verbs of `megakv.cache.store.KVStore`."""
+class Store(ABC):
+    """What attention asks of this rank's keys and values of a layer, a `megakv.cache.store.KVStore`, and what those
+    answer that lie on the device and have no short cuts."""
 
-    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]: ...
-    def part(self, sequence: int) -> tuple[Tensor, Tensor]: ...
-    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]: ...
-    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None: ...
-    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None: ...
+    @abstractmethod
+    def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
+        """All that is held of a sequence, given the coordinates of every row."""
+
+    @abstractmethod
+    def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Places of new rows for the caller to write, which count as present at once.
+
+        Heads, head dims, type and device are those of `k_KSD` and `v_KSD`, whose elements are not read.
+        """
+
+    def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None:
+        """A `RowTable` of where all rows of every sequence lie, in place of all other verbs of a pass of few tokens.
+        Behind the last ones of sequence b is room for ``new[b]`` more, of such a kind, which count as present at once.
+
+        None, with nothing changed, where they are not in this memory alone, on all ranks alike.
+        """
+        return None
+
+    def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
+        """A buffer's keys ``[K, R, D]`` and values ``[K, R, Dv]``, each sequence's first row in it, and its rows.
+
+        None where the rows of all sequences do not lie in one buffer.
+        """
+        return None
+
+    def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
+        """Begin to attend from some rank's queries to rows that are in none of the parts; None where there are none."""
+        return None
+
     def attend_together(
         self, q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
-    ) -> tuple[Tensor, Tensor, list[Part]] | None: ...
-    def compress(self, sequence: int, keep_KS: Tensor) -> None: ...
-    def pieces(self, sequence: int) -> Iterator[tuple[int, Tensor, Tensor, IntArray]]: ...
-    def replace(
-        self, sequence: int, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray, move: Any = None
-    ) -> None: ...
+    ) -> tuple[Tensor, Tensor, list[Part]] | None:
+        """One row of each sequence over its parts, in few kernel calls: ``[H, L, Dv]``, ``[H, L]``, and the parts that
+        are left; None where each sequence is to be attended to by itself.
+        """
+        return None
 
 
 @dataclass(eq=False)

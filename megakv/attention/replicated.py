@@ -22,7 +22,7 @@ class Replicated:
         if call.size == 1:
             return out, lse
         both = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
-        gathered = call.comm.cp_all_gather(both, operation="replicated", layer=call.layer)
+        gathered = call.comm.all_gather(both, operation="replicated", layer=call.layer)
         return merge_parts(gathered[..., :-1], gathered[..., -1])
 
 

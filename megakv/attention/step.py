@@ -176,7 +176,7 @@ def token_step(layout: Layout, cache: HasTable, comm: Any, most_rows: int, *, pa
         return seen_rows(tokens, cache.table, rank, window)
 
     def gather(partial: Tensor, layer: int) -> Tensor:
-        return comm.cp_all_gather(partial, operation="replicated", layer=layer)
+        return comm.all_gather(partial, operation="replicated", layer=layer)
 
     stored = layout.kept_rows(rank)
     kept = range(len(tokens)) if stored is None else stored.tolist()

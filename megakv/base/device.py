@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -48,6 +48,19 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Whatever thread calls: a new one is on the first device, where what it pins would take a context of its own."""
     return nullcontext() if device.type == "cpu" else torch.get_device_module(device).device(device)
+
+
+def random_state(device: torch.device) -> list[Tensor]:
+    """Random state that sampling draws from: of the host, and of an accelerator if the device is one."""
+    states = [torch.get_rng_state()]
+    return states if device.type == "cpu" else [*states, torch.get_device_module(device).get_rng_state(device)]
+
+
+def set_random_state(states: Sequence[Tensor], device: torch.device) -> None:
+    """Go on from a `random_state` of a device of the same type."""
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 def settle_allocator() -> None:

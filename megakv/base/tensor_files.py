@@ -7,9 +7,9 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -44,36 +44,43 @@ class StreamedTensor:
     @classmethod
     def joined(cls, runs: Sequence[Tensor]) -> StreamedTensor:
         """One ``[K, n, D]`` whose rows lie in several such."""
-        stacked = cls.stacked([runs])
-        return replace(stacked, shape=stacked.shape[1:])
-
-    @classmethod
-    def stacked(cls, blocks: Sequence[Sequence[Tensor]]) -> StreamedTensor:
-        """One ``[N, K, n, D]`` of blocks ``[K, n, D]`` whose rows lie in several such."""
-        heads, _, width = blocks[0][0].shape
-        shape = len(blocks), heads, sum(run.shape[1] for run in blocks[0]), width
-
-        def pieces() -> Iterator[Tensor]:
-            return (run[head] for runs in blocks for head in range(heads) for run in runs)
-
-        return cls(shape, blocks[0][0].dtype, pieces)
+        heads, _, width = runs[0].shape
+        shape = heads, sum(run.shape[1] for run in runs), width
+        return cls(shape, runs[0].dtype, lambda: (run[head] for head in range(heads) for run in runs))
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
-    """Write a new file, down to the disk; an OSError if it exists, or the disk does not take it."""
+@contextmanager
+def written_whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to write, put in the place of one that may be there when it is complete and on the disk; or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        with new.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor], metadata: Mapping[str, str] | None = None) -> None:
+    """Write a file by `written_whole`; an OSError says that the disk does not take it."""
     # The widest types first: a reader wants each tensor at a multiple of its element's size.
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)
-    header, end = {}, 0
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
     for name, tensor in ordered:
         first, end = end, end + tensor.nbytes
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": tensor.shape, "data_offsets": (first, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
+    with written_whole(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, tensor in ordered:
             written = 0
@@ -83,36 +90,21 @@ def write_tensors(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
                 flat = piece.cpu().contiguous().as_strided((piece.numel(),), (1,))
                 written += file.write(flat.view(torch.uint8).numpy().data)
             assert written == tensor.nbytes, f"{name} has {tensor.nbytes} bytes, its pieces {written}"
-        file.flush()
-        os.fsync(file.fileno())
 
 
-def write_in_place(path: Path, tensors: Mapping[str, StreamedTensor]) -> None:
-    """Write a file in the place of one that may be there, whole or not at all, with errors as of `write_tensors`."""
-    new = path.with_name(f"{path.name}.new")
-    new.unlink(missing_ok=True)
-    try:
-        write_tensors(new, tensors)
-        new.replace(path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Let the disk know a folder's names."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def tensor_kinds(path: Path) -> dict[str, str]:
-    """The types of a file's tensors, by name, as the format calls them."""
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says of itself."""
     with _opened(path) as file:
-        return {name: file.get_slice(name).get_dtype() for name in file.keys()}
+        return dict(file.metadata() or {})
 
 
 def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
@@ -121,15 +113,19 @@ def read_tensors(path: Path, names: list[str]) -> dict[str, Tensor]:
         return {name: file.get_tensor(name) for name in names}
 
 
-def check_types(path: Path, dtype: torch.dtype) -> None:
-    """Refuse a file whose keys and values are of another type, or whose coordinates are no integers."""
-    whole = torch.promote_types(dtype, torch.float32)
+def check_types(path: Path, dtype: torch.dtype | None = None) -> None:
+    """Refuse a file whose keys and values are of another type, or of several, or whose coordinates are no integers."""
     with _opened(path) as file:
-        for name in file.keys():
-            kind = dtype if name.endswith((".k", ".v")) else whole if name.endswith(WHOLE) else torch.int64
-            expected, found = DTYPES[kind], file.get_slice(name)
-            if found.get_dtype() != expected:
-                raise MegaKVError(f"{path} is broken: {name} is {found.get_dtype()}, not {expected}")
+        found = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    rows = {name for name in found if name.endswith((".k", ".v"))}
+    if dtype is None:
+        kinds = {found[name] for name in rows}
+        dtype = next((k for k, name in DTYPES.items() if k.is_floating_point and name in kinds), torch.float32)
+    whole = torch.promote_types(dtype, torch.float32)
+    for name, kind in found.items():
+        expected = DTYPES[dtype if name in rows else whole if name.endswith(WHOLE) else torch.int64]
+        if kind != expected:
+            raise MegaKVError(f"{path} is broken: {name} is {kind}, not {expected}")
 
 
 def read_where_present(files: Sequence[Path], names: list[str]) -> Iterator[dict[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from torch import Tensor
@@ -12,10 +12,10 @@ from torch import Tensor
 from megakv.cache.dense import DenseStore
 from megakv.cache.notes import Notes
 from megakv.cache.ragged import RaggedStore, Rotate
+from megakv.cache.segments import first_held
 from megakv.cache.span import CacheSpan
-from megakv.cache.store import KVStore
+from megakv.cache.store import KVStore, SpanStore, TurnStore
 from megakv.cache.transformers_cache import TransformersCache
-from megakv.cache.window import first_held
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ShardedCache(TransformersCache):
         *,
         size: int,
         rank: int,
-        new_store: Callable[[int, IntArray], KVStore] = lambda layer, prompts: DenseStore(len(prompts)),
+        new_store: Callable[[int, IntArray], TurnStore] = lambda layer, prompts: DenseStore(len(prompts)),
         compresses: bool = False,
         shares_heads: bool = False,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
@@ -165,24 +165,26 @@ class ShardedCache(TransformersCache):
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
         if store is None:
-            store = self._new_store(layer, self.table.prompts)
+            store = rows = self._new_store(layer, self.table.prompts)
             if self.compresses:
-                store = self._compressing(store, None if self._rotate is None else partial(self._rotate, layer))
+                store = self._compressing(rows, None if self._rotate is None else partial(self._rotate, layer))
             self._stores[layer] = store
             if self._expected:
-                store.preallocate(0, self._expected[layer])
+                cast(SpanStore, store).preallocate(0, self._expected[layer])
         return store
 
     def preallocate(self, slots: Sequence[int]) -> None:
         """So many slots will be there in all, of one sequence: memory may be taken for all of them at once, layer by
         layer.
         """
+        if self.compresses or self._shares_heads:
+            return
         self._expected = [-(-each // self.size) + self.size for each in slots]
         for store, rows in zip(self._stores, self._expected, strict=True):
             if store is not None:
-                store.preallocate(0, rows)
+                cast(SpanStore, store).preallocate(0, rows)
 
-    def _compressing(self, store: KVStore, rotate: Rotate | None) -> KVStore:
+    def _compressing(self, store: TurnStore, rotate: Rotate | None) -> KVStore:
         """The store of a layer that may be compressed, around that of all other rows."""
         return RaggedStore(self.table.batch, store, rotate)
 
@@ -191,11 +193,12 @@ class ShardedCache(TransformersCache):
         there = self.table.batch == 1 and 0 <= first <= last <= self.length
         if not there or self.compresses or self._shares_heads or max(self.gone) > first:
             raise ValueError(f"slots {first} to {last} are not there, or were compressed, shared, or left behind")
-        layout = self.table.within(first, last)
+        blocks = tuple(block.take((block.slot >= first) & (block.slot < last)) for block in self.table.tokens())
         start = int(np.searchsorted(self.table.slots(self.rank, 0), first))
-        stop = start + len(layout.stored[self.rank])
-        layers = [self.store(layer).share(0, start, stop) if stop > start else () for layer in range(len(self._stores))]
-        return CacheSpan.of(layout, first, last, self.rank, layers)
+        stop = start + len(blocks[self.rank])
+        stores = [cast(SpanStore, self.store(layer)) for layer in range(len(self))] if stop > start else []
+        layers = [store.share(0, start, stop) for store in stores] or [()] * len(self)
+        return CacheSpan.of(Layout(blocks, blocks), first, last, self.rank, layers)
 
     def append_span(self, span: CacheSpan) -> None:
         """Go on, in a cache of one sequence, with slots that follow its own, which are not copied.
@@ -208,7 +211,7 @@ class ShardedCache(TransformersCache):
         try:
             for layer, runs in enumerate(span.layers):
                 if runs:
-                    self.store(layer).append_shared(0, runs)
+                    cast(SpanStore, self.store(layer)).append_shared(0, runs)
         except BaseException:
             self.cut_back(self.length)
             raise

@@ -1,4 +1,9 @@
-"""Keys and values in the memory of the model's device."""
+"""Keys and values in the memory of the model's device.
+
+Beside the verbs of every store: `share`, `append_shared` and `preallocate` are for spans and prompts of caches that are
+neither compressed nor shared between ranks, which tiers have too (`SpanStore`); `in_place` lets a step of decoding read
+rows where they lie; `part` has all rows in one piece.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +13,13 @@ from torch import Tensor
 
 from megakv.attention.compiled import RowTable, Run
 from megakv.cache.segments import SegmentedRows
-from megakv.cache.store import KVStore, Pair
+from megakv.cache.store import Pair, SpanStore
 
 GROWTH_MINIMUM = 16
 """Rows that a full buffer grows by at least."""
 
 
-class DenseStore(KVStore):
+class DenseStore(SpanStore):
     """Rows of each sequence in segments, which forks share, and a tail that grows.
 
     `least_growth` are the rows that a full buffer grows by at least.
@@ -82,6 +87,7 @@ class DenseStore(KVStore):
         return self._table
 
     def part(self, sequence: int) -> Pair:
+        """All rows in one piece, a copy from then on where they lay in several."""
         held, self._table = self._held[sequence], None
         assert held is not None
         return held.joined()
@@ -95,6 +101,7 @@ class DenseStore(KVStore):
         return self._absent[sequence] if held is None else held.length
 
     def gone(self, sequence: int) -> int:
+        """How many first rows were forgotten."""
         held = self._held[sequence]
         return self._absent[sequence] if held is None else held.gone
 
@@ -110,12 +117,6 @@ class DenseStore(KVStore):
         self._absent[sequence] = min(self._absent[sequence], length)
         if held is not None and length < held.length:
             held.truncate(length)
-
-    def release(self, sequence: int, rows: int) -> None:
-        super().release(sequence, rows)
-        held = self._held[sequence]
-        if held is not None:
-            held.trim()
 
     def reorder(self, index: list[int]) -> None:
         present, moved, self._table = self._held, set[int](), None

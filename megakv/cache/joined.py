@@ -1,4 +1,7 @@
-"""Several caches of one sequence each, as one of a batch for the time of a pass: each sequence goes on where it is."""
+"""Several caches of one sequence each, as one of a batch for the time of a pass: each sequence goes on where it is.
+
+A store of a layer of all adds no verb; the stores go on by themselves, and it cannot be forked or put in another order.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,11 @@ class JoinedStore(KVStore):
         for store in self._stores:
             store.begin(complete=complete, turn=turn, ends=ends)
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
-        self._stores[sequence].append(0, k_KSD, v_KSD)
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
+        if isinstance(sequence, Sequence):
+            super().append(sequence, k_KSD, v_KSD)
+        else:
+            self._stores[sequence].append(0, k_KSD, v_KSD)
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._stores[sequence].reserve(0, rows, k_KSD, v_KSD)
@@ -43,18 +49,12 @@ class JoinedStore(KVStore):
             tables.append(table)
         return tables[0] if len(tables) == 1 else RowTable.joined(tables)
 
-    def part(self, sequence: int) -> Pair:
-        return self._stores[sequence].part(0)
-
     def runs(self, sequence: int) -> Sequence[Pair]:
         return self._stores[sequence].runs(0)
 
     def finish(self) -> None:
         for store in self._stores:
             store.finish()
-
-    def gone(self, sequence: int) -> int:
-        return self._stores[sequence].gone(0)
 
     def rows(self, sequence: int) -> int:
         return self._stores[sequence].rows(0)

@@ -1,10 +1,14 @@
-"""A layer's keys and values where every KV head of every sequence keeps its own number of tokens."""
+"""A layer's keys and values where every KV head of every sequence keeps its own number of tokens.
+
+Beside the verbs of every store: `compress` keeps of a sequence's latest tokens only some in each head, and `replace`
+puts some of what is held in the place of everything. `attend_together` attends to bodies of several sequences at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -17,7 +21,7 @@ from megakv.cache.joined_bodies import join
 from megakv.cache.ragged_attention import AttendedBody, RaggedPart
 from megakv.cache.ragged_body import Body, RaggedBody
 from megakv.cache.saved import SavedLayer
-from megakv.cache.store import KVStore, Move, Pair
+from megakv.cache.store import KVStore, Pair, TurnStore
 from megakv.cache.together import attend_heads
 from megakv.distributed.sharding import IntArray
 
@@ -28,6 +32,16 @@ if TYPE_CHECKING:
 
 Rotate = Callable[[Tensor, int], Tensor]
 """Keys ``[n, D]`` of tokens so many positions further on."""
+
+
+class Move(NamedTuple):
+    """Tokens before the row `before`, all at slots before `slot`, count as if they stood `shift` positions further on,
+    where what lay between them and the others is gone.
+    """
+
+    shift: int
+    before: int
+    slot: int
 
 
 class Moved(NamedTuple):
@@ -95,7 +109,7 @@ class RaggedStore(KVStore):
     count nothing that was compressed. `rotate` moves keys of this layer on.
     """
 
-    def __init__(self, batch: int, inner: KVStore, rotate: Rotate | None = None):
+    def __init__(self, batch: int, inner: TurnStore, rotate: Rotate | None = None):
         self._spans: list[tuple[Span, ...]] = [()] * batch
         self._inner, self._rotate = inner, rotate
         # Names of the bodies at the begin of the pass before.
@@ -105,20 +119,18 @@ class RaggedStore(KVStore):
         self._join()
         self._inner.begin(complete=complete, turn=turn, ends=ends)
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
         self._inner.append(sequence, k_KSD, v_KSD)
-
-    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        self._inner.append_each(sequences, k_KLD, v_KLD)
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._inner.reserve(sequence, rows, k_KSD, v_KSD)
 
     def part(self, sequence: int) -> Pair:
-        """Of the tokens that are not compressed."""
+        """Tokens of the turn, which are not compressed yet, in one piece."""
         return self._inner.part(sequence)
 
     def runs(self, sequence: int) -> Sequence[Pair]:
+        """Tokens that are not compressed."""
         return self._inner.runs(sequence)
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
@@ -157,13 +169,14 @@ class RaggedStore(KVStore):
         """Bring bodies that stay for more than a pass to where one call of a CUDA kernel takes them all."""
         bodies = [body for sequence in range(len(self._spans)) for body in self.bodies(sequence)]
         before, self._before = self._before, list(map(id, bodies))
-        if self._before == before and (joined := join(bodies)) is not None:
-            found = iter(joined)
+        if self._before == before and (together := join(bodies)) is not None:
+            found = iter(together)
             self._spans = [
                 tuple(replace(span, body=span.body and next(found)) for span in spans) for spans in self._spans
             ]
 
     def compress(self, sequence: int, keep_KS: Tensor) -> None:
+        """Of a sequence's latest tokens keep what ``[K, n]`` says of the last n, and free the others."""
         count = keep_KS.shape[1]
         if not count:
             return
@@ -189,6 +202,7 @@ class RaggedStore(KVStore):
     def replace(
         self, sequence: int, keys: Tensor, values: Tensor, counts: IntArray, rows: IntArray, move: Move | None = None
     ) -> None:
+        """Of all rows so far hold these ``[n]`` alone, head after head of ``[K]`` counts, in ``[n, D]`` and so on."""
         stop = self.rows(sequence)
         body = RaggedBody.packed(keys, values, counts, rows)
         self._spans[sequence] = ()
@@ -237,7 +251,7 @@ class RaggedStore(KVStore):
         self._inner.reorder(index)
 
     def fork(self) -> RaggedStore:
-        twin = type(self)(0, self._inner.fork(), self._rotate)
+        twin = type(self)(0, cast(TurnStore, self._inner.fork()), self._rotate)
         twin._spans = list(self._spans)
         return twin
 

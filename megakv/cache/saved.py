@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,55 +13,9 @@ from torch import Tensor
 
 from megakv.base.tensor_files import read_where_present
 from megakv.cache.notes import Notes
+from megakv.cache.saved_tokens import SavedTokens
 from megakv.cache.shares import HeadShares
 from megakv.distributed.sharding import IntArray
-
-
-@dataclass(frozen=True)
-class SavedTokens:
-    """A sequence's tokens.
-
-    `held` are the slots that each rank had when it saved, `slots` those that this rank has now, both ascending.
-    `compressed` has the first slot of each compressed range and the one behind its last. What lay before slot `first`
-    the layer's window had left behind: of that nothing was saved.
-    """
-
-    held: Sequence[IntArray]
-    slots: IntArray
-    compressed: Sequence[Sequence[int]]
-    first: int = 0
-
-    @cached_property
-    def uncompressed(self) -> SavedTokens:
-        """Those in none of the compressed ranges."""
-
-        def outside(slots: IntArray) -> IntArray:
-            within = [(slots >= first) & (slots < last) for first, last in self.compressed]
-            return slots[~np.any(within, axis=0)] if within else slots
-
-        return SavedTokens([outside(slots) for slots in self.held], outside(self.slots), (), self.first)
-
-    @property
-    def absent(self) -> int:
-        """How many of this rank's tokens were left behind."""
-        return int(np.searchsorted(self.slots, self.first))
-
-    @cached_property
-    def saved(self) -> list[IntArray]:
-        """The slots that each file has."""
-        return [slots[slots >= self.first] for slots in self.held]
-
-    @cached_property
-    def sources(self) -> list[Tensor]:
-        """Which rows of each file are this rank's now."""
-        return [torch.from_numpy(np.flatnonzero(np.isin(slots, self.slots))) for slots in self.saved]
-
-    @cached_property
-    def order(self) -> Tensor:
-        """Puts those rows, file after file, in the order of their slots."""
-        found = [slots[rows.numpy()] for slots, rows in zip(self.saved, self.sources, strict=True)]
-        return torch.from_numpy(np.argsort(np.concatenate(found)))
-
 
 Heads = Sequence[Sequence[int]]
 """Of a layer, by tensor-parallel rank: its KV heads, by their index in the whole model, in the order of its tensors."""
@@ -120,22 +73,8 @@ class SavedLayer:
         for held, files in zip(self.heads, self.files, strict=True):
             first = held.index(self.own[0]) if self.own[0] in held else 0
             run = slice(first, first + len(self.own))
-            if list(held[run]) != list(self.own):
-                continue
-            parts: list[tuple[Tensor, ...]] = []
-            for path, slots, rows in zip(files, self.tokens.saved, self.tokens.sources, strict=True):
-                pair = self._pair(path, "", len(slots)) if len(rows) else None
-                if len(rows) and (pair is None or len(pair[0]) < run.stop):
-                    # Some of them lie on several ranks.
-                    return None
-                if pair is not None:
-                    heads = tuple(tensor[run] for tensor in pair)
-                    parts.append(heads if len(rows) == len(slots) else tuple(tensor[:, rows] for tensor in heads))
-            if len(parts) == 1:
-                # In the order of its file, mapped from it.
-                return parts[0][0], parts[0][1]
-            keys, values = (torch.cat(each, dim=1)[:, self.tokens.order] for each in zip(*parts, strict=True))
-            return keys, values
+            if list(held[run]) == list(self.own):
+                return read_rows(files, self.prefix, self.tokens, run)
         return None
 
     def _head(self, head: int) -> tuple[Tensor, Tensor]:
@@ -147,14 +86,14 @@ class SavedLayer:
                 continue
             index, whole = list(held).index(head), False
             for path, all_slots in zip(files, self.tokens.saved, strict=True):
-                pair = self._pair(path, "", len(all_slots))
+                pair = _pair(path, self.prefix, len(all_slots))
                 alone = 0 if pair is None else len(pair[0])
                 if pair is not None and index < alone:
                     slots, pairs, whole = [*slots, all_slots], [*pairs, (pair[0][index], pair[1][index])], True
                     continue
                 for part in read_where_present([path], [f"{self.prefix}shared{index - alone}.slots"]):
                     (own,) = (tensor.numpy() for tensor in part.values())
-                    shared = self._pair(path, f"shared{index - alone}.", len(own))
+                    shared = _pair(path, f"{self.prefix}shared{index - alone}.", len(own))
                     if shared is None or len(shared[0]) != 1:
                         raise ValueError(f"{path.name} has no keys and values of shared{index - alone}")
                     slots, pairs = [*slots, own], [*pairs, (shared[0][0], shared[1][0])]
@@ -168,18 +107,6 @@ class SavedLayer:
             raise ValueError(f"head {head} lacks tokens, or has some twice")
         keys, values = (torch.cat(each)[torch.from_numpy(order)] for each in zip(*pairs, strict=True))
         return keys, values
-
-    def _pair(self, path: Path, kind: str, count: int) -> tuple[Tensor, Tensor] | None:
-        """Keys and values of so many tokens in a file, if it has such."""
-        names = [f"{self.prefix}{kind}k", f"{self.prefix}{kind}v"]
-        for found in read_where_present([path], names):
-            keys, values = found.values()
-            if any(tensor.dim() != 3 or tensor.shape[1] != count for tensor in (keys, values)) or len(keys) != len(
-                values
-            ):
-                raise ValueError(f"{path.name} has keys and values of {[list(each.shape) for each in (keys, values)]}")
-            return keys, values
-        return None
 
     def kept(self) -> KeptTokens | None:
         """What heads have kept of this rank's compressed tokens, for it to hold; None where that is nothing.
@@ -280,3 +207,34 @@ class SavedLayer:
                 own = np.flatnonzero(head >= 0)
                 rows = torch.from_numpy(own)
                 yield head[own], slots.numpy()[own], keys[rows], values[rows]
+
+
+def read_rows(
+    files: Sequence[Path], prefix: str, tokens: SavedTokens, heads: slice = slice(None)
+) -> tuple[Tensor, Tensor] | None:
+    """Keys ``[K, n, D]`` and values ``[K, n, Dv]`` of a rank's tokens that lie in the files of some ranks, in the order
+    of their slots; mapped from its file where one has them all. None where a file has not all the heads.
+    """
+    parts: list[tuple[Tensor, ...]] = []
+    for path, slots, rows in zip(files, tokens.saved, tokens.sources, strict=True):
+        if not len(rows):
+            continue
+        pair = _pair(path, prefix, len(slots))
+        if pair is None or len(pair[0]) < (heads.stop or 0):
+            return None
+        of_heads = tuple(tensor[heads] for tensor in pair)
+        parts.append(of_heads if len(rows) == len(slots) else tuple(tensor[:, rows] for tensor in of_heads))
+    if len(parts) == 1:
+        return parts[0][0], parts[0][1]
+    keys, values = (torch.cat(each, dim=1)[:, tokens.order] for each in zip(*parts, strict=True))
+    return keys, values
+
+
+def _pair(path: Path, prefix: str, count: int) -> tuple[Tensor, Tensor] | None:
+    """Keys and values of so many tokens in a file, if it has such."""
+    for found in read_where_present([path], [f"{prefix}k", f"{prefix}v"]):
+        keys, values = found.values()
+        if any(tensor.dim() != 3 or tensor.shape[1] != count for tensor in (keys, values)) or len(keys) != len(values):
+            raise ValueError(f"{path.name} has keys and values of {[list(each.shape) for each in (keys, values)]}")
+        return keys, values
+    return None

@@ -1,4 +1,7 @@
-"""Rows of keys and values in segments: frozen ones that any number of holders share, and a tail that grows."""
+"""Rows of keys and values in segments: frozen ones that any number of holders share, and a tail that grows.
+
+Also what of them stays when a layer's sliding window has moved on.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,11 @@ MOST_SEGMENTS = 8
 """Attention to a segment costs a kernel call and a merge: of more frozen ones, the smallest neighbours are joined."""
 TINY_ROWS = 128
 """Neighbours that have no more rows together are joined in any case."""
+
+
+MARGIN_DIVISOR = 64
+"""Beside a window this fraction of it stays, at most twice: a conversation may be cut back by so much without being
+read anew, and not every token is a reason to look for what can go."""
 
 
 class _Buffer:
@@ -140,11 +148,6 @@ class SegmentedRows:
             # A cut after a failure must not need more memory than it frees.
             self._move(self._held)
 
-    def trim(self) -> None:
-        """Hold no spare rows that nobody shares."""
-        if self._held < self._tail.capacity and not self._tail.shared:
-            self._move(self._held)
-
     def _move(self, capacity: int) -> None:
         """The tail's rows to a buffer of one's own."""
         moved, held = self._tail.empty(capacity), self._held
@@ -227,3 +230,16 @@ def _adjoin(first: Tensor, second: Tensor) -> bool:
 def _widened(first: Tensor, second: Tensor) -> Tensor:
     rows = first.shape[1] + second.shape[1]
     return first.as_strided((first.shape[0], rows, first.shape[2]), first.stride(), first.storage_offset())
+
+
+def held_rows(window: int | None, tokens: int) -> int:
+    """Of so many tokens of a sequence, how many a layer holds at most between passes."""
+    return tokens if window is None else min(tokens, window + 2 * (window // MARGIN_DIVISOR))
+
+
+def first_held(window: int | None, length: int, gone: int) -> int:
+    """The slot before which everything can go, given those that are cached and those that went before."""
+    if window is None:
+        return gone
+    margin, seen = window // MARGIN_DIVISOR, length - window + 1
+    return seen - margin if seen > gone + 2 * margin else gone

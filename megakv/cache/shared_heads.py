@@ -1,10 +1,14 @@
-"""Uncompressed keys and values of a layer whose KV heads are partly shared with other tensor-parallel ranks."""
+"""Uncompressed keys and values of a layer whose KV heads are partly shared with other tensor-parallel ranks.
+
+It adds no verb to those of a `TurnStore`: `runs` are tokens of the turn, all heads, that `finish` has not divided yet.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 import torch
@@ -18,7 +22,7 @@ from megakv.cache.dense import DenseStore
 from megakv.cache.ragged_attention import attend_by_heads
 from megakv.cache.saved import SavedLayer
 from megakv.cache.shares import HeadShares
-from megakv.cache.store import KVStore, Pair
+from megakv.cache.store import Pair, TurnStore
 from megakv.distributed.sharding import IntArray, TokenColumn
 
 
@@ -77,7 +81,7 @@ def _add_rows(partial: PartialAttention, new: KVPart, heads: slice, own: np.ndar
     partial.merge(out, lse)
 
 
-class SharedHeadsStore(KVStore):
+class SharedHeadsStore(TurnStore):
     """Of a head that other ranks hold too, only this rank's share of the tokens.
 
     The tokens of a pass are there whole while it attends, since every replica has computed them anyway: `finish` keeps
@@ -91,7 +95,7 @@ class SharedHeadsStore(KVStore):
     `new_store` makes for a batch of so many sequences.
     """
 
-    def __init__(self, prompts: IntArray, shares: HeadShares, new_store: Callable[[int], KVStore] = DenseStore):
+    def __init__(self, prompts: IntArray, shares: HeadShares, new_store: Callable[[int], TurnStore] = DenseStore):
         self._prompts, batch = prompts.tolist(), len(prompts)
         self._shares = shares
         self._complete, self._turn, self._ends = False, False, True
@@ -106,7 +110,17 @@ class SharedHeadsStore(KVStore):
         self._keep_new()
         self._complete, self._turn, self._ends = complete, turn, ends
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
+        if isinstance(sequence, Sequence):
+            if self._complete or self._turn or self._new.keys() & set(sequence):
+                super().append(sequence, k_KSD, v_KSD)
+                return
+            self._kept[0].append(sequence, *(each[: self._shares.alone] for each in (k_KSD, v_KSD)))
+            for row, each in enumerate(sequence):
+                own = slice(row, row + 1)
+                self._keep_shared(each, k_KSD[:, own], v_KSD[:, own], self._given[each])
+                self._given[each] += 1
+            return
         count = k_KSD.shape[1]
         if sequence in self._new:
             super().append(sequence, k_KSD, v_KSD)
@@ -116,16 +130,6 @@ class SharedHeadsStore(KVStore):
         else:
             self._new[sequence] = k_KSD, v_KSD
         self._given[sequence] += count
-
-    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        if self._complete or self._turn or self._new.keys() & set(sequences):
-            super().append_each(sequences, k_KLD, v_KLD)
-            return
-        self._kept[0].append_each(sequences, *(each[: self._shares.alone] for each in (k_KLD, v_KLD)))
-        for index, sequence in enumerate(sequences):
-            row = slice(index, index + 1)
-            self._keep_shared(sequence, k_KLD[:, row], v_KLD[:, row], self._given[sequence])
-            self._given[sequence] += 1
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         held = self._new.get(sequence)
@@ -153,8 +157,10 @@ class SharedHeadsStore(KVStore):
                 columns[sequence].extend(own + first)
 
     def part(self, sequence: int) -> Pair:
-        """Those of the turn's tokens, all heads."""
         return self._new[sequence]
+
+    def runs(self, sequence: int) -> Sequence[Pair]:
+        return [self._new[sequence]] if sequence in self._new else []
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
         new = None
@@ -170,12 +176,11 @@ class SharedHeadsStore(KVStore):
 
     def _held(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[KVPart | None]:
         for index, store in enumerate(self._kept):
-            count = store.rows(sequence)
-            if count == store.gone(sequence) or (index == 0 and not self._shares.alone):
+            if not store.kept(sequence).any():
                 yield None
                 continue
             keys, values = store.part(sequence)
-            here = slice(count - keys.shape[1], count)
+            here = slice(store.rows(sequence) - keys.shape[1], store.rows(sequence))
             rows = here if index == 0 else self._kept_rows[index - 1][sequence].view()[here]
             yield KVPart(sequence, keys, values, slots[rows], positions[rows])
 
@@ -238,7 +243,7 @@ class SharedHeadsStore(KVStore):
         twin._prompts = list(self._prompts)
         twin._given, twin._new = list(self._given), {}
         twin._kept_rows = [[rows.copy() for rows in columns] for columns in self._kept_rows]
-        twin._kept = [store.fork() for store in self._kept]
+        twin._kept = [cast(TurnStore, store.fork()) for store in self._kept]
         return twin
 
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
@@ -246,7 +251,7 @@ class SharedHeadsStore(KVStore):
         tensors = self._kept[0].save(sequence, slots) if self._shares.alone else {}
         for index, store in enumerate(self._kept[1:]):
             if found := store.save(sequence, slots):
-                rows = self._kept_rows[index][sequence].view()[store.gone(sequence) :]
+                rows = self._kept_rows[index][sequence].view()[-found["k"].shape[1] :]
                 found["slots"] = StreamedTensor.of(torch.from_numpy(slots[rows]))
                 tensors |= {f"shared{index}.{name}": tensor for name, tensor in found.items()}
         return tensors
@@ -264,8 +269,9 @@ class SharedHeadsStore(KVStore):
         return self._given[sequence]
 
     def kept(self, sequence: int) -> IntArray:
-        counts = [store.rows(sequence) - store.gone(sequence) for store in self._kept]
-        return np.array([counts[0]] * self._shares.alone + counts[1:], dtype=np.int64)
+        alone, *shared = (store.kept(sequence) for store in self._kept)
+        counts = [alone if len(alone) else np.zeros(self._shares.alone, dtype=np.int64)]
+        return np.concatenate([*counts, [int(count.sum()) for count in shared]]).astype(np.int64)
 
     def nbytes(self) -> int:
         rows = sum(column.view().nbytes for columns in self._kept_rows for column in columns)

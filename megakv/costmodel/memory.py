@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megakv.cache.window import held_rows
+from megakv.cache.segments import held_rows
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stored_rows import OffloadSizes, may_pay, page_bytes, stored_bytes
 

@@ -26,8 +26,7 @@ from megakv.costmodel.config_sizes import (
     positions,
     windows,
 )
-from megakv.weights.folder import local_directory, read_config
-from megakv.weights.model_class import model_class
+from megakv.weights.folder import local_directory, model_class, read_config
 from megakv.weights.placement import head_counts
 
 LOG_SUM_EXP_COLUMNS = 1

@@ -7,8 +7,7 @@ from math import gcd
 
 import torch
 
-from megakv.base.errors import MegaKVError
-from megakv.base.units import in_units
+from megakv.base.errors import MegaKVError, in_units
 from megakv.costmodel.shape import ModelShape
 
 

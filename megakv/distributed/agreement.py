@@ -92,7 +92,7 @@ class Agreement:
         self._depth += 1
         outermost = not alone and self._depth == 1
         try:
-            if outermost and self._comm.failures.own is not None:
+            if outermost and self._comm.watch.failures.own is not None:
                 self._comm.renew()
             try:
                 yield

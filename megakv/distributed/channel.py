@@ -15,10 +15,10 @@ import secrets
 import socket
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from megakv.base.errors import MegaKVError
 from megakv.base.library import fault, load
 from megakv.distributed.direct import SPIN_SECONDS, Links, is_over
 
+K = TypeVar("K")
 FOLDER = Path("/dev/shm")
 SLOT_BYTES = 256 << 10
 """Longer messages go through memory in pieces of this size."""
@@ -151,6 +152,23 @@ def _watching(reference: weakref.ref[Channel]) -> Generator[int, float, None]:
                 channel.give_up(error)
             answer = 1
         channel = None
+
+
+def make_channels(
+    groups: Mapping[K, tuple[int, ...]],
+    rank: int,
+    gather: Callable[[Any], list[Any]],
+    links: Links,
+    *,
+    spins: bool,
+    timeout_s: float,
+) -> dict[K, Channel]:
+    """Those of a rank's groups of several ranks, by whatever names these have: one for each set of ranks."""
+    made = dict[tuple[int, ...], Channel | None]()
+    for ranks in groups.values():
+        if len(ranks) > 1 and ranks not in made:
+            made[ranks] = make_channel(ranks, ranks.index(rank), gather, links, spins=spins, timeout_s=timeout_s)
+    return {name: channel for name, ranks in groups.items() if (channel := made.get(ranks)) is not None}
 
 
 def make_channel(

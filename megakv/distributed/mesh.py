@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from weakref import ReferenceType, ref
 
 import torch
@@ -27,6 +27,7 @@ from megakv.distributed.compat import (
 )
 from megakv.distributed.direct import Links, connect_directly
 
+T = TypeVar("T")
 GroupName = Literal["world", "cp", "tp", "before", "behind"]
 DESCRIPTORS = "/proc/self/fd"
 
@@ -136,9 +137,7 @@ def start_distributed(*, tp_only: bool, timeout_s: float) -> None:
 
 def check_same_settings(settings: Mapping[str, Any]) -> None:
     """Refuse ranks of one world that were given different settings, which would wait for each other. Collective."""
-    everywhere: list[Mapping[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everywhere, dict(settings))
-    refuse_difference(everywhere, "configuration")
+    refuse_difference(gathered(dict(settings)), "configuration")
 
 
 def refuse_difference(everywhere: Sequence[Mapping[str, Any]], what: str) -> None:
@@ -216,7 +215,7 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     device = torch.device(accelerator.current_device_name())
     links: Links = {}
     if world_size > 1 and device.type == "cpu":
-        links = connect_directly(rank, _gathered, world_size=world_size, hosts=store_hosts())
+        links = connect_directly(rank, gathered, world_size=world_size, hosts=store_hosts())
     return Mesh(
         rank=rank,
         world_size=world_size,
@@ -235,10 +234,10 @@ def make_mesh(*, cp_size: int, tp_size: int, timeout_s: float) -> Mesh:
     )
 
 
-def _gathered(value: Any) -> list[Any]:
-    """A small object of every rank of the world, on every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+def gathered(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """A small object of every rank of a group, on every rank: by default of the world."""
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from megakv.base.errors import MegaKVError, PeerLostError
-from megakv.distributed.failures import Failures
+from megakv.distributed.failures import Failures, broke
 from megakv.distributed.health import HealthChannel
 
 GRACE_SECONDS = 2.0
@@ -173,6 +173,10 @@ class PeerWatch:
         reason = str(error).splitlines()[0].partition(" This is typically")[0]
         return PeerLostError(f"{who} did not answer during {where} (megakv.timeout_s = {self._timeout_s:g}): {reason}")
 
+    def guard(self, peers: Sequence[int], operation: str, layer: int | None, *, spins: bool = False) -> Guard:
+        """What is to be around an operation with some ranks."""
+        return Guard(self, peers, operation, layer, spins)
+
     def give_up(self, error: BaseException) -> None:
         """Tell the others that this rank gives up, and wait until all have: then nobody waits for anybody."""
         message = self.failures.fail(error)
@@ -273,6 +277,36 @@ class PeerWatch:
     def _say(self, reason: str) -> None:
         # Not by sys.stderr: a signal may have come in the middle of a write to it.
         os.write(2, f"megakv: rank {self.rank} ends because {reason}\n".encode())
+
+
+class Guard:
+    """Turn a broken connection or a time-out into an error that names the lost rank and what was going on.
+
+    Where another rank gave up, its error comes instead. Any other error stays what it is. An operation that `spins`
+    would never end by itself. Every message of every layer makes one: it is small.
+    """
+
+    __slots__ = ("_before", "_peers", "_spins", "_watch", "_where")
+
+    def __init__(self, watch: PeerWatch, peers: Sequence[int], operation: str, layer: int | None, spins: bool = False):
+        self._watch, self._peers, self._spins = watch, peers, spins
+        self._where = operation if layer is None else f"{operation} of layer {layer}"
+
+    def __enter__(self) -> None:
+        try:
+            self._watch.check(self._where)
+        except BaseException:
+            self._watch.failures.inside = True
+            raise
+        self._before = self._watch.enter_wait(self._where, spins=self._spins)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._watch.leave_wait(self._before)
+        if error is not None:
+            # Others may hold half of what was exchanged.
+            self._watch.failures.inside = True
+            if broke(error):
+                raise self._watch.explain(error, self._peers, self._where) from error
 
 
 def _watch_all(reference: weakref.ref[PeerWatch], stop: threading.Event) -> None:

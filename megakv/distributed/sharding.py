@@ -208,11 +208,7 @@ class TokenTable:
     def tokens(self) -> tuple[TokenBlock, ...]:
         """Per rank, all that it holds, packed; made once for all layers of a pass."""
         if self._tokens is None:
-            found = []
-            for counts, row in zip(self.counts(), self._columns, strict=True):
-                slots, positions = np.concatenate([column.view() for column in row], axis=1)
-                found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
-            self._tokens = tuple(found)
+            self._tokens = self.tokens_since(np.zeros(self.batch, dtype=np.int64))
         return self._tokens
 
     def tokens_since(self, first: IntArray) -> tuple[TokenBlock, ...]:
@@ -226,18 +222,9 @@ class TokenTable:
             found.append(TokenBlock(np.repeat(np.arange(self.batch), counts), slots, positions, self.batch))
         return tuple(found)
 
-    def within(self, first: int, last: int) -> Layout:
-        """Who holds which tokens at slots ``[first, last)``."""
-        blocks = tuple(block.take((block.slot >= first) & (block.slot < last)) for block in self.tokens())
-        return Layout(blocks, blocks)
-
     def next_positions(self) -> IntArray:
         """``[B]`` the position behind the last token of every sequence."""
         return self._each(lambda column: int(column.view()[1, -1]) + 1 if column.length else 0).max(0)
-
-    def has_all(self) -> bool:
-        """Whether every sequence has a token."""
-        return all(any(column.length for column in columns) for columns in zip(*self._columns, strict=True))
 
     def counts(self) -> IntArray:
         """``[N, B]`` tokens held by each rank of each sequence."""
@@ -247,19 +234,10 @@ class TokenTable:
         """``[B]`` tokens at `slot` and beyond, on all ranks together."""
         return self._each(lambda column: column.length - int(np.searchsorted(column.view()[0], slot))).sum(0)
 
-    def between(self, sequence: int, slot: int, stop: int) -> int:
-        """Tokens of a sequence at `slot` and beyond, before `stop`, on all ranks together."""
-        ends = (np.searchsorted(self.slots(rank, sequence), (slot, stop)) for rank in range(self.size))
-        return sum(int(last - first) for first, last in ends)
-
-    def last(self, sequence: int, count: int) -> int:
-        """The slot from which on a sequence has its last `count` tokens; of all of them where it has no more."""
-        slots = np.sort(np.concatenate([self.slots(rank, sequence)[-count:] for rank in range(self.size)]))
-        return int(slots[-count:][0]) if len(slots) else 0
-
-    def all_slots(self, sequence: int) -> IntArray:
-        """Those of all ranks, ascending."""
-        return np.sort(np.concatenate([self.slots(rank, sequence) for rank in range(self.size)]))
+    def all_slots(self, sequence: int, count: int | None = None) -> IntArray:
+        """Slots of a sequence on all ranks, ascending: of all its tokens, or the last `count`."""
+        some = slice(None if count is None else -count, None)
+        return np.sort(np.concatenate([self.slots(rank, sequence)[some] for rank in range(self.size)]))[some]
 
     def _each(self, number: Callable[[TokenColumn], int]) -> IntArray:
         found = [[number(column) for column in row] for row in self._columns]

@@ -32,7 +32,6 @@ from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import check_same_settings, check_world, make_mesh, start_distributed
 from megakv.engine.config import MegaKVConfig, load_config
 from megakv.engine.engine import MegaKVEngine
-from megakv.engine.features import FEATURES
 from megakv.engine.generation import own_defaults
 from megakv.engine.loading import LoadedModel, build_model
 from megakv.fairkv.compression import Compressor
@@ -50,6 +49,7 @@ from megakv.weights.placement import HeadMap, head_counts, tensor_parallel_sizes
 
 if TYPE_CHECKING:
     from megakv.fairkv.mapping import HeadMapping
+    from megakv.fairkv.replicas import HeadReplicas
 
 MAPPING = "megakv.fairkv.mapping"
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -102,7 +102,11 @@ def init_inference(
 
 def _clock_of(device: torch.device) -> Clock:
     """Moments of what a device computes."""
-    return FEATURES["offload"].CudaStreams(device) if device.type == "cuda" else HostClock()
+    if device.type != "cuda":
+        return HostClock()
+    from megakv.offload.cuda_link import CudaStreams
+
+    return CudaStreams(device)
 
 
 def _place(model: str | Path | nn.Module, *, weights: bool) -> Path | nn.Module:
@@ -115,16 +119,17 @@ def _config_of(model: str | Path | nn.Module) -> Any:
 
 def _weights_away(model: str | Path | nn.Module, parsed: MegaKVConfig, device: torch.device) -> tuple[bool, str]:
     """Whether weights of decoder layers lie in host memory for throughput, and why."""
+    from megakv.offload.schedule import accelerator_room, weights_by_objective
+
     config, shape, offload = _config_of(model), None, parsed.megakv.offload
     dtype = parsed.dtype or (model.dtype if isinstance(model, PreTrainedModel) else config.get_text_config().dtype)
     with suppress(ValueError):
         shape = ModelShape.from_config(config, dtype=dtype or torch.float32)
         shape = shape.with_fp8_feed_forward() if parsed.megakv.feed_forward == "fp8" else shape
-    offloading = FEATURES["offload"]
-    found = offloading.weights_by_objective(
+    found = weights_by_objective(
         offload,
         shape,
-        room=0 if device.type == "cpu" else offloading.accelerator_room(),
+        room=0 if device.type == "cpu" else accelerator_room(),
         longest=parsed.max_out_tokens if "max_out_tokens" in parsed.model_fields_set else None,
         cp_size=parsed.cp_size,
         tp_size=parsed.tp_size,
@@ -199,7 +204,7 @@ def _make_engine(
             tp_size=tp_size,
             head_map=partial(_head_map, model, parsed, mapping),
             injection_policy=parsed.injection_policy,
-            all_reduce=comm.tp_all_reduce,
+            all_reduce=partial(comm.all_reduce, over="tp", operation="tp_all_reduce", layer=None),
             device=mesh.device,
             seed=section.seed,
             offload=offload,
@@ -215,15 +220,24 @@ def _make_engine(
     loaded = agreement.together(load)
     loaded = replace(loaded, contents=loaded.contents | files.gather(), layers_placed=placed)
     if mapping is not None and section.load != "random":
-        FEATURES["placement"].check_weights(mapping, loaded.module, comm)
+        from megakv.fairkv.placement import check_weights
+
+        check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
     return MegaKVEngine(loaded, parsed, _make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
 
 
 def _mapping(config: FairKVConfig, tp_size: int, agreement: Agreement) -> HeadMapping | None:
     """The mapping of KV heads that the JSON names, on all ranks the same; a rank without one agrees with all."""
-    path = None if config.mapping is None else FEATURES["placement"]
-    return agreement.same_file(MAPPING, lambda: None if path is None else path.read_mapping(config, tp_size))
+
+    def read() -> HeadMapping | None:
+        if config.mapping is None:
+            return None
+        from megakv.fairkv.placement import read_mapping
+
+        return read_mapping(config, tp_size)
+
+    return agreement.same_file(MAPPING, read)
 
 
 def _head_map(
@@ -242,7 +256,11 @@ def _head_map(
     if config.budget is not None:
         layers, _, kv_heads = head_counts(model)
         config.make_method(layers, kv_heads)
-    return None if mapping is None else FEATURES["placement"].place_heads(mapping, model)
+    if mapping is None:
+        return None
+    from megakv.fairkv.placement import place_heads
+
+    return place_heads(mapping, model)
 
 
 def _make_runtime(
@@ -260,7 +278,11 @@ def _make_runtime(
             own = comm.mesh.device.type == "cpu" and not section.offload.enabled
             shape = replace(shape, fused=own and is_kind(model.config.model_type))
     copies = section.fairkv.copies
-    replicas = None if mapping is None else FEATURES["placement"].HeadReplicas(mapping, loaded.head_map, comm, copies)
+    replicas: HeadReplicas | None = None
+    if mapping is not None:
+        from megakv.fairkv.replicas import HeadReplicas
+
+        replicas = HeadReplicas(mapping, loaded.head_map, comm, copies)
     if replicas is not None and replicas.shared and copies == "batch" and comm.mesh.rank == 0:
         logger.warning(
             "megakv.fairkv.copies = 'batch': copies of heads divide a batch, so nothing is gained with one sequence; "

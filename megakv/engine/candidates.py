@@ -14,8 +14,8 @@ from transformers.generation.candidate_generator import (
     PromptLookupCandidateGenerator,
 )
 
+from megakv.base.device import random_state, set_random_state
 from megakv.base.laws import CombinationError
-from megakv.base.random_state import random_state, set_random_state
 from megakv.distributed.agreement import Agreement
 from megakv.engine.config import MegaKVConfig
 from megakv.engine.generation import given_option

@@ -14,8 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_serializer, field_
 from megakv.attention.methods import METHODS as ATTENTION
 from megakv.base.json_files import read_json
 from megakv.base.laws import CombinationError, repeated
-from megakv.base.refusals import refusal, shown
-from megakv.base.sections import Section
+from megakv.base.sections import Section, refusal, shown
 from megakv.engine.extensions import import_plugins
 from megakv.fairkv.config import FairKVConfig
 from megakv.forward.config import ContextParallelConfig

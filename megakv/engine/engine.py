@@ -8,31 +8,25 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
 
 from megakv.base.device import on_device, without_autograd
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.distributed.agreement import Agreement
-from megakv.distributed.mesh import Mesh
 from megakv.engine.assisted import AssistedModel
 from megakv.engine.candidates import check_candidates, proposes
 from megakv.engine.config import MegaKVConfig
-from megakv.engine.features import FEATURES
 from megakv.engine.generation import (
     LengthLimits,
     candidates_beyond,
     check_options,
-    check_tokens,
-    check_vocabulary,
     given_option,
     new_token_limit,
     pad_left,
 )
 from megakv.engine.generation_call import TokenClock, agreed_call
-from megakv.engine.joint_pass import Tokens, check_serves, joint_input, own_input
+from megakv.engine.joint_pass import ServedEngine, Tokens, joint_input, own_input
 from megakv.engine.loading import LoadedModel
 from megakv.engine.record import RunRecord
 from megakv.engine.session import Session
@@ -53,10 +47,9 @@ from megakv.weights.fingerprint import check_same_config, check_same_weights
 
 if TYPE_CHECKING:
     from megakv.fairkv.mapping import HeadMapping
-    from megakv.offload.runtime import Offloader
 
 
-class MegaKVEngine(InferenceEngine):
+class MegaKVEngine(ServedEngine):
     """A Hugging Face causal language model over a context-parallel x tensor-parallel mesh.
 
     Made by `init_inference`. Every rank must make the same calls with the same arguments; where ranks could differ
@@ -95,10 +88,11 @@ class MegaKVEngine(InferenceEngine):
         runtime.rotate = rotation = KeyRotation(model)
         if runtime.compressor is not None and runtime.compressor.moves:
             rotation.check()
-        self._offloader: Offloader | None = None
+        self._offloader = None
         if config.megakv.offload.enabled:
-            make = FEATURES["offload"].make_offloader
-            self._offloader = make(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
+            from megakv.offload.assembly import make_offloader
+
+            self._offloader = make_offloader(model, config.megakv.offload, self._runtime, layers, loaded.layer_weights)
         if self._offloader is not None:
             owned.callback(self._offloader.close)
         new_cache = runtime.new_cache if self._offloader is None else self._offloader.new_cache
@@ -118,7 +112,7 @@ class MegaKVEngine(InferenceEngine):
         self._record = RunRecord(TokenClock(comm.ledger.now))
         comm.watch.install()
         model.eval()
-        self._hooks: ForwardHooks | None = hooks
+        self._hooks = hooks
         self._owned = owned.pop_all()
 
     def __enter__(self) -> MegaKVEngine:
@@ -230,70 +224,6 @@ class MegaKVEngine(InferenceEngine):
                 self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
             return output
 
-    @property
-    def mesh(self) -> Mesh:
-        """This rank's place among all ranks."""
-        return self._comm.mesh
-
-    @property
-    def compresses(self) -> bool:
-        """Whether there is a budget for caches."""
-        return self._runtime.compressor is not None
-
-    @property
-    def joins(self) -> bool:
-        """Whether several caches can go through one pass: those that are not offloaded, without mapped KV heads."""
-        return self._offloader is None and self._config.megakv.fairkv.mapping is None
-
-    @property
-    def most_mixed(self) -> float:
-        """Tokens up to which a pass of prompts and single ones takes less than one of each, by the last layers."""
-        assert self._hooks is not None
-        return self._hooks.most_mixed
-
-    @property
-    def gives_spans(self) -> bool:
-        """Whether caches that are not compressed give what `ShardedCache.span` takes out: none with copies of heads."""
-        return self._runtime.replicas is None
-
-    @property
-    def kv_bits(self) -> tuple[int, int] | None:
-        """Bits and groups that offloaded keys and values are rounded to; None where they keep their type."""
-        offload = self._config.megakv.offload
-        return None if not offload.enabled or offload.kv_bits is None else (offload.kv_bits, offload.kv_group)
-
-    @property
-    def kv_device(self) -> torch.device:
-        """Where caches lie, of whose memory what is kept of them takes more."""
-        return self.mesh.device if self._offloader is None else torch.device("cpu")
-
-    def room(self, cache: ShardedCache, sequences: int) -> int | None:
-        """For how many tokens of so many sequences, over all ranks, this rank's tiers have room, given a cache that has
-        some; None where caches lie on the device.
-        """
-        if self._offloader is None:
-            return None
-        room, own = self._offloader.room(cache, sequences), int(cache.table.counts()[self.mesh.cp_rank].sum())
-        # Where partitions are uneven, one rank may come to hold nearly all tokens.
-        return room * cache.length // max(1, own) if self._runtime.planner.spreads_evenly else room
-
-    def new_cache(self, *, forgets: bool = True, compresses: bool = True) -> ShardedCache:
-        """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give.
-
-        Where the engine has a budget, one that `compresses` comes to have it.
-        """
-        self.check_open()
-        assert self._hooks is not None
-        cache = self._hooks.new_cache()
-        cache.forgets, cache.compresses = forgets, cache.compresses and compresses
-        return cache
-
-    def check_serves(self) -> None:
-        """Refuse settings with which `extend` cannot work, by a ValueError that names the setting."""
-        self.check_open()
-        assert self._hooks is not None
-        check_serves(self._config, length_dependent=self._hooks.traits.length_dependent)
-
     @without_autograd
     def extend(
         self,
@@ -375,28 +305,7 @@ class MegaKVEngine(InferenceEngine):
             self._hooks = self.mp_group = None
             self._owned.close()
 
-    def check_open(self) -> None:
-        """Refuse to work after `destroy`."""
-        if self._hooks is None:
-            raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
-
-    def check_length(self, prompt: int, new: int) -> None:
-        """Refuse a prompt of so many tokens, and new ones behind it, that `extend` has no room for: a ValueError."""
-        self._limits.check(prompt, {"max_new_tokens": new})
-        # The last new token is not computed itself.
-        self._limits.check(prompt + new - 1, {"max_new_tokens": 0})
-
     @property
     def partitions(self) -> PartitionSource:
         """How prompts are cut for ``"prefill": "runahead"``."""
         return self._runtime.planner.partitions
-
-    # Inside
-
-    def _check_prompt(self, ids: Tensor, mask: Any, past: Any, options: dict[str, Any]) -> None:
-        check_tokens(ids)
-        check_vocabulary(ids, mask, self.module)
-        if ids.numel() == 0:
-            raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
-        held = past.get_seq_length() if past is not None else 0
-        self._limits.check(ids.shape[1] + held, options)

@@ -18,9 +18,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from megakv.base.device import upload
+from megakv.base.device import random_state, set_random_state, upload
 from megakv.base.errors import MegaKVError
-from megakv.base.random_state import random_state, set_random_state
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.engine.candidates import Candidates

@@ -1,38 +1,136 @@
-"""What a pass over several caches takes: new tokens of each, ragged, and settings that can be served."""
+"""What a server asks of an engine, and what a pass over several caches takes: new tokens of each, ragged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from deepspeed.inference.engine import InferenceEngine
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.joined import JoinedCache
+from megakv.distributed.comm import Communicator
+from megakv.distributed.mesh import Mesh
 from megakv.engine.config import MegaKVConfig
+from megakv.engine.generation import LengthLimits, check_tokens, check_vocabulary
+from megakv.forward.runtime import Runtime
+from megakv.injection.hooks import ForwardHooks
+
+if TYPE_CHECKING:
+    from megakv.offload.runtime import Offloader
 
 Tokens = Sequence[int] | Tensor
 """Of one sequence, in a tensor of one dimension or any other way."""
 
 
-def check_serves(config: MegaKVConfig, *, length_dependent: bool) -> None:
-    """Refuse to serve several sequences with settings that cannot, by the name of the first of them.
+class ServedEngine(InferenceEngine):
+    """What a server asks of an engine, beside passes over caches (`MegaKVEngine.extend`)."""
 
-    `length_dependent` is as in `ModelTraits`.
-    """
-    partition = config.megakv.runahead.partition
-    if not isinstance(partition, str) and sum(partition) > 1 and all(isinstance(part, int) for part in partition):
-        raise ValueError(
-            f"megakv.runahead.partition = {partition}: token counts are of one prompt, and chunks of many have others; "
-            "give fractions, 'auto' or 'even'"
-        )
-    if length_dependent:
-        raise ValueError(
-            "the model's rope_scaling follows the longest sequence of a pass (dynamic or longrope), so that sequences "
-            "would change one another; serve a model with another rope_type"
-        )
+    _config: MegaKVConfig
+    _runtime: Runtime
+    _comm: Communicator
+    _limits: LengthLimits
+    _offloader: Offloader | None
+    _hooks: ForwardHooks | None
+    module: PreTrainedModel
+
+    @property
+    def mesh(self) -> Mesh:
+        """This rank's place among all ranks."""
+        return self._comm.mesh
+
+    def check_open(self) -> None:
+        """Refuse to work after `destroy`."""
+        if self._hooks is None:
+            raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there is a budget for caches."""
+        return self._runtime.compressor is not None
+
+    @property
+    def joins(self) -> bool:
+        """Whether several caches can go through one pass: those that are not offloaded, without mapped KV heads."""
+        return self._offloader is None and self._config.megakv.fairkv.mapping is None
+
+    @property
+    def most_mixed(self) -> float:
+        """Tokens up to which a pass of prompts and single ones takes less than one of each, by the last layers."""
+        assert self._hooks is not None
+        return self._hooks.most_mixed
+
+    @property
+    def gives_spans(self) -> bool:
+        """Whether caches that are not compressed give what `ShardedCache.span` takes out: none with copies of heads."""
+        return self._runtime.replicas is None
+
+    @property
+    def kv_bits(self) -> tuple[int, int] | None:
+        """Bits and groups that offloaded keys and values are rounded to; None where they keep their type."""
+        offload = self._config.megakv.offload
+        return None if not offload.enabled or offload.kv_bits is None else (offload.kv_bits, offload.kv_group)
+
+    @property
+    def kv_device(self) -> torch.device:
+        """Where caches lie, of whose memory what is kept of them takes more."""
+        return self.mesh.device if self._offloader is None else torch.device("cpu")
+
+    def room(self, cache: ShardedCache, sequences: int) -> int | None:
+        """For how many tokens of so many sequences, over all ranks, this rank's tiers have room, given a cache that has
+        some; None where caches lie on the device.
+        """
+        if self._offloader is None:
+            return None
+        room, own = self._offloader.room(cache, sequences), int(cache.table.counts()[self.mesh.cp_rank].sum())
+        # Where partitions are uneven, one rank may come to hold nearly all tokens.
+        return room * cache.length // max(1, own) if self._runtime.planner.spreads_evenly else room
+
+    def check_serves(self) -> None:
+        """Refuse settings with which `extend` cannot work, by a ValueError that names the setting."""
+        self.check_open()
+        assert self._hooks is not None
+        partition = self._config.megakv.runahead.partition
+        if not isinstance(partition, str) and sum(partition) > 1 and all(isinstance(part, int) for part in partition):
+            raise ValueError(
+                f"megakv.runahead.partition = {partition}: token counts are of one prompt, and chunks of many have "
+                "others; give fractions, 'auto' or 'even'"
+            )
+        if self._hooks.traits.length_dependent:
+            raise ValueError(
+                "the model's rope_scaling follows the longest sequence of a pass (dynamic or longrope), so that "
+                "sequences would change one another; serve a model with another rope_type"
+            )
+
+    def check_length(self, prompt: int, new: int) -> None:
+        """Refuse a prompt of so many tokens, and new ones behind it, that `extend` has no room for: a ValueError."""
+        self._limits.check(prompt, {"max_new_tokens": new})
+        # The last new token is not computed itself.
+        self._limits.check(prompt + new - 1, {"max_new_tokens": 0})
+
+    def new_cache(self, *, forgets: bool = True, compresses: bool = True) -> ShardedCache:
+        """An empty cache; without `forgets` it keeps what windows leave behind, for `ShardedCache.span` to give.
+
+        Where the engine has a budget, one that `compresses` comes to have it.
+        """
+        self.check_open()
+        assert self._hooks is not None
+        cache = self._hooks.new_cache()
+        cache.forgets, cache.compresses = forgets, cache.compresses and compresses
+        return cache
+
+    def _check_prompt(self, ids: Tensor, mask: Any, past: Any, options: dict[str, Any]) -> None:
+        check_tokens(ids)
+        check_vocabulary(ids, mask, self.module)
+        if ids.numel() == 0:
+            raise ValueError(f"the prompt is empty: input_ids has shape {list(ids.shape)}, [B, S] was expected")
+        held = past.get_seq_length() if past is not None else 0
+        self._limits.check(ids.shape[1] + held, options)
 
 
 def joint_input(

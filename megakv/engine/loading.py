@@ -17,15 +17,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
-from megakv.engine.features import FEATURES
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
-from megakv.weights.folder import local_directory, read_config, read_generation_config
+from megakv.weights.folder import local_directory, model_class, read_config, read_generation_config
 from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
-from megakv.weights.model_class import model_class
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.placement.plan import InjectionPolicy
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
@@ -171,7 +169,9 @@ def build_model(
     fp8 = use_fp8(model) if feed_forward == "fp8" else {}
     away: LayerWeights | None = None
     if offload is not None and offload.weights:
-        away = FEATURES["offload"].LayerWeights(model, dtypes | fp8, offload, pin=device.type == "cuda")
+        from megakv.offload.weights import LayerWeights
+
+        away = LayerWeights(model, dtypes | fp8, offload, pin=device.type == "cuda")
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)

@@ -16,11 +16,11 @@ from transformers import PreTrainedModel
 from megakv.base.device import without_autograd
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
+from megakv.cache.saved_tokens import FORMAT
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.mesh import Mesh
 from megakv.engine.generation import check_tokens, given_option, pad_left
 from megakv.engine.session_files import (
-    FORMAT,
     HeadsHere,
     SessionMeta,
     check_meta,
@@ -29,7 +29,6 @@ from megakv.engine.session_files import (
     read_meta,
     read_tokens,
     write_shard,
-    write_tokens,
 )
 from megakv.engine.session_folder import PendingSave
 
@@ -163,13 +162,10 @@ class Session:
                 pending.append(saving.enter_context(closing(PendingSave(folder))))
                 return pending[0].data
 
-            def lead() -> None:
-                write_tokens(data, ids, mask)
-                pending[0].commit(asdict(meta))
-
             data = engine.agreement.decide(begin)
-            engine.agreement.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank, len(ids)))
-            engine.agreement.together(lambda: lead() if first else None)
+            tokens = {"input_ids": ids.long(), "attention_mask": mask.long()} if first else {}
+            engine.agreement.together(lambda: write_shard(data, self._cache, engine.mesh.tp_rank, len(ids), tokens))
+            engine.agreement.together(lambda: pending[0].commit(asdict(meta)) if first else None)
 
     @classmethod
     @without_autograd

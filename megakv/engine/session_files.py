@@ -7,32 +7,29 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from megakv.base.errors import MegaKVError
-from megakv.base.tensor_files import StreamedTensor, check_types, read_tensors, write_tensors
+from megakv.base.tensor_files import StreamedTensor, check_types, read_tensors
 from megakv.cache.cache import ShardedCache
-from megakv.cache.saved import SavedLayer, SavedTokens
+from megakv.cache.saved import SavedLayer
+from megakv.cache.saved_tokens import SavedSlots, SavedTokens, check_format
 from megakv.cache.shares import Copies
-from megakv.distributed.layouts import balanced
-from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
-from megakv.engine.session_folder import META_FILE, TOKENS_FILE, read_values, shard_file, unwritable
-from megakv.injection.interface import keeps_latents
+from megakv.distributed.sharding import TokenTable
+from megakv.engine.session_folder import META_FILE, read_values, shard_file, unwritable
 from megakv.weights.fingerprint import settings_of
 from megakv.weights.placement import HeadMap
 
 if TYPE_CHECKING:
     from megakv.fairkv.replicas import HeadReplicas
-
-FORMAT = 4
-"""Earlier ones know their model's weights by samples alone."""
 
 
 @dataclass(frozen=True)
@@ -70,54 +67,41 @@ class SessionMeta:
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """A hash of the model's config, and of what is cached of a token."""
+    """A hash of the model's config."""
     config = json.dumps(settings_of(model.config), sort_keys=True, default=str)
-    # Earlier versions kept all heads' keys and values of such a model.
-    form = b"latents" if any(map(keeps_latents, model.modules())) else b""
-    return hashlib.sha256(config.encode() + form).hexdigest()
+    return hashlib.sha256(config.encode()).hexdigest()
 
 
-def write_shard(folder: Path, cache: ShardedCache, tp_rank: int, batch: int) -> None:
-    """Write one rank's keys, values and coordinates, head by head."""
-    tensors: dict[str, StreamedTensor] = {}
+def write_shard(
+    folder: Path, cache: ShardedCache, tp_rank: int, batch: int, beside: Mapping[str, Tensor] = MappingProxyType({})
+) -> None:
+    """Write one rank's keys, values and coordinates, head by head, and what is to lie `beside` them."""
+    tensors = {name: StreamedTensor.of(tensor) for name, tensor in beside.items()}
     table = cache.table if cache.length else TokenTable(cache.size, batch)
     for sequence in range(batch):
-        slots, positions = table.slots(cache.rank, sequence), table.positions(cache.rank, sequence)
-        tensors[f"{sequence}.slots"] = StreamedTensor.of(torch.from_numpy(slots))
-        tensors[f"{sequence}.positions"] = StreamedTensor.of(torch.from_numpy(positions))
+        rows = table.slots(cache.rank, sequence)
         for layer in range(len(cache)):
-            saved = cache.store(layer).save(sequence, slots) if len(slots) else {}
+            saved = cache.store(layer).save(sequence, rows) if len(rows) else {}
             if cache.length and (notes := cache.notes(layer).get(sequence)) is not None:
                 saved |= notes.saved()
             tensors |= {f"{sequence}.{layer}.{name}": tensor for name, tensor in saved.items()}
-    _write(folder / shard_file(cache.rank, tp_rank), tensors)
-
-
-def write_tokens(folder: Path, input_ids: Tensor, attention_mask: Tensor) -> None:
-    """Write the tokens that all ranks share."""
-    tensors = {"input_ids": input_ids.long(), "attention_mask": attention_mask.long()}
-    _write(folder / TOKENS_FILE, {name: StreamedTensor.of(tensor) for name, tensor in tensors.items()})
-
-
-def _write(path: Path, tensors: dict[str, StreamedTensor]) -> None:
-    if not path.parent.is_dir():
+    if not folder.is_dir():
         raise MegaKVError(
-            f"this rank sees no {path.parent}, which rank 0 has made: save sessions to a folder that all ranks share"
+            f"this rank sees no {folder}, which rank 0 has made: save sessions to a folder that all ranks share"
         )
     try:
-        write_tensors(path, tensors)
+        slots = SavedSlots(0, cache.length, len(cache), table.tokens())
+        slots.write(folder / shard_file(cache.rank, tp_rank), cache.rank, tensors)
     except OSError as error:
-        raise unwritable(path.parent.parent, error) from error
+        raise unwritable(folder.parent, error) from error
 
 
 def read_meta(folder: Path) -> SessionMeta:
     """Read and check `session.json`."""
     path, values = folder / META_FILE, read_values(folder)
-    if values["format"] != FORMAT:
-        raise MegaKVError(
-            f"{path} has format {values['format']!r}, this version reads format {FORMAT}: begin the conversation anew, "
-            "or go on with the version of MegaKV that saved it"
-        )
+    check_format(
+        values["format"], path, "begin the conversation anew, or go on with the version of MegaKV that saved it"
+    )
     try:
         meta = SessionMeta(**values)
     except (KeyError, TypeError, MemoryError, OverflowError) as error:
@@ -188,10 +172,10 @@ def check_meta(meta: SessionMeta, folder: Path, expected: SessionMeta) -> None:
 
 def read_tokens(folder: Path, meta: SessionMeta) -> tuple[Tensor, Tensor]:
     """``[B, S]`` tokens and mask."""
-    tensors = read_tensors(folder / meta.data / TOKENS_FILE, ["input_ids", "attention_mask"])
-    ids, mask = tensors["input_ids"], tensors["attention_mask"]
+    path = folder / meta.data / shard_file(0, 0)
+    ids, mask = read_tensors(path, ["input_ids", "attention_mask"]).values()
     if ids.dim() != 2 or ids.shape != mask.shape or ids.shape[0] != meta.batch or ids.shape[1] < meta.length:
-        raise MegaKVError(f"{folder / meta.data / TOKENS_FILE} does not fit {META_FILE}: {list(ids.shape)} tokens")
+        raise MegaKVError(f"{path} does not fit {META_FILE}: {list(ids.shape)} tokens")
     return ids, mask
 
 
@@ -243,14 +227,10 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
             # The type is that of the engine, as `check_meta` found.
             check_types(path, getattr(torch, meta.dtype.removeprefix("torch.")))
             files[-1].append(path)
-    names = [f"{row}.{kind}" for row in range(meta.batch) for kind in ("slots", "positions")]
-    # Which are the same on all tensor-parallel ranks.
-    saved = [_block(read_tensors(path, names), meta, path) for path in files[0]]
-    everything, _ = TokenBlock.joined(saved)
-    if meta.cp == cache.size:
-        layout = Layout(tokens=tuple(saved), stored=tuple(saved), replicated=False)
-    else:
-        layout = balanced(everything, cache.size)
+    saved = SavedSlots.read(dict(enumerate(files[0])), meta.cp, meta.batch)
+    if (saved.first, saved.last, saved.layers) != (0, meta.length, meta.layers):
+        raise MegaKVError(f"{files[0][0]} does not fit {META_FILE}: it has {saved.last} slots of {saved.layers} layers")
+    layout = saved.layout(cache.size)
     if not meta.length:
         return
     if any(meta.compressed):
@@ -259,7 +239,7 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
     mine = layout.stored[cache.rank]
     gone = meta.gone or [0] * meta.layers
     for sequence, ranges in enumerate(meta.compressed):
-        held = [block.slot[block.run(sequence)] for block in saved]
+        held = [block.slot[block.run(sequence)] for block in saved.held]
         # Layers with one window share them.
         tokens = {first: SavedTokens(held, mine.slot[mine.run(sequence)], ranges, first) for first in set(gone)}
         for layer, first in enumerate(gone):
@@ -278,16 +258,3 @@ def read_cache(folder: Path, meta: SessionMeta, cache: ShardedCache, here: Heads
     cache.commit(meta.length)
     cache.gone, cache.reach = list(gone), meta.reach
     cache.compressed = [[(first, last) for first, last in ranges] for ranges in meta.compressed]
-
-
-def _block(tensors: dict[str, Tensor], meta: SessionMeta, path: Path) -> TokenBlock:
-    sequences, slots, positions = [], [], []
-    for row in range(meta.batch):
-        slot, position = tensors[f"{row}.slots"].numpy(), tensors[f"{row}.positions"].numpy()
-        in_order = slot.ndim == 1 and slot.shape == position.shape and bool((np.diff(slot) > 0).all())
-        if not in_order or (len(slot) and not 0 <= slot[0] <= slot[-1] < meta.length):
-            raise MegaKVError(f"{path}: {row}.slots are not ascending slots below {meta.length}")
-        sequences.append(np.full(len(slot), row, dtype=np.int64))
-        slots.append(slot)
-        positions.append(position)
-    return TokenBlock(np.concatenate(sequences), np.concatenate(slots), np.concatenate(positions), meta.batch)

@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from megakv.base.errors import MegaKVError
-from megakv.base.tensor_files import sync_folder
+from megakv.base.tensor_files import sync, written_whole
 
 META_FILE = "session.json"
-TOKENS_FILE = "tokens.safetensors"
 SUBFOLDER = re.compile(r"save-[0-9a-f]{16}")
 LOCK_FILE = "lock"
-DATA_FILE = re.compile(r"tokens\.safetensors|cp\d{5,}_tp\d{5,}\.safetensors")
-"""Files of a save; in format 1 they lay beside `META_FILE`."""
+DATA_FILE = re.compile(r"(session\.json|lock|(tokens|cp\d{5,}_tp\d{5,})\.safetensors)(\.new)?")
+"""Files of a save, of earlier formats too: in format 1 those with tensors lay beside `META_FILE`."""
 
 
 def shard_file(cp_rank: int, tp_rank: int) -> str:
@@ -79,15 +78,12 @@ class PendingSave:
         """
         new = self.data / META_FILE
         try:
-            with new.open("x") as file:
-                file.write(json.dumps({**values, "data": self.data.name}, indent=2))
-                file.flush()
-                os.fsync(file.fileno())
-            sync_folder(self.data)
+            with written_whole(new) as file:
+                file.write(json.dumps({**values, "data": self.data.name}, indent=2).encode())
             new.replace(self._target / META_FILE)
             self._committed = True
             for folder in (self._target, *(made.parent for made in self._made)):
-                sync_folder(folder)
+                sync(folder)
         except OSError as error:
             raise unwritable(self._target, error) from error
 
@@ -173,14 +169,15 @@ def _remove_leftovers(target: Path) -> None:
                 else:
                     _remove(target / name)
     if _present(target):
-        for name in filter(DATA_FILE.fullmatch, os.listdir(target)):
-            (target / name).unlink(missing_ok=True)
+        for name in os.listdir(target):
+            if name.endswith(".safetensors") and DATA_FILE.fullmatch(name):
+                (target / name).unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:
     """Remove a subfolder of which nothing comes any more, but nothing that somebody else put there."""
     for file in os.listdir(folder):
-        if DATA_FILE.fullmatch(file) or file in (META_FILE, LOCK_FILE):
+        if DATA_FILE.fullmatch(file):
             (folder / file).unlink(missing_ok=True)
     folder.rmdir()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from megakv.attention.method import AttentionCall
 from megakv.base.errors import MegaKVError
 from megakv.base.laws import CombinationError
 from megakv.cache.notes import Notes
+from megakv.cache.ragged import RaggedStore
 from megakv.distributed.comm import Communicator
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.budgets import HeadBudgets, is_compressed, tokens_per_head
@@ -120,7 +121,7 @@ class Compressor:
         del segments, masses, scores
         with call.comm.ledger.compute("compression", call.layer):
             for sequence, mask in zip(rows, keep, strict=True):
-                call.store.compress(sequence, mask)
+                cast(RaggedStore, call.store).compress(sequence, mask)
         if not given:
             return {}
         notes = {}
@@ -165,7 +166,8 @@ class Compressor:
         orders = tuple(np.searchsorted(sorted_slots, found) for found in slots)
         count = len(slots[call.rank])
         if count:
-            keys, values = (part[:, part.shape[1] - count :] for part in call.store.part(sequence))
+            turn_rows = cast(RaggedStore, call.store).part(sequence)
+            keys, values = (part[:, part.shape[1] - count :] for part in turn_rows)
         else:
             keys = call.q_HLD.new_empty((call.kv_heads, 0, call.key_dim))
             values = call.v_KLD[:, :0]

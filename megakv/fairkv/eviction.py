@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from megakv.attention.method import AttentionCall
 from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
 from megakv.cache.notes import Notes
-from megakv.cache.store import Move
+from megakv.cache.ragged import Move, RaggedStore
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.compression import Compressor
 from megakv.fairkv.compression_plan import ObservedPass
@@ -53,7 +53,8 @@ class Eviction:
             held += cache.table.counts().sum(0)
             for sequence, ranges in enumerate(cache.compressed):
                 for first, stop in ranges:
-                    held[sequence] -= max(0, cache.table.between(sequence, first, stop) - self._budget)
+                    tokens = cache.table.since(first)[sequence] - cache.table.since(stop)[sequence]
+                    held[sequence] -= max(0, tokens - self._budget)
         if turn is not None:
             of_turn = lengths + (cache.table.since(turn.first) if cache.length else 0)
             for sequence in compressed:
@@ -93,8 +94,8 @@ class Eviction:
             if run.stop > run.start:
                 notes[sequence] = notes.get(sequence, Notes()).joined(own.slot[run], queries.packed[run].clone())
             if sequence in notes and window is not None:
-                first = step.once(("last", sequence, window), partial(call.table.last, sequence, window))
-                notes[sequence] = notes[sequence].since(first)
+                slots = step.once(("last", sequence, window), partial(call.table.all_slots, sequence, window))
+                notes[sequence] = notes[sequence].since(int(slots[0]) if len(slots) else 0)
         return notes
 
     @staticmethod
@@ -183,7 +184,7 @@ class Eviction:
             part = functional.pad(packed[rows], (0, 0, 0, 0, 0, lacking)).contiguous()
             # No sequence has the number -1.
             said = np.pad(names_2L[:, rows], ((0, 0), (0, lacking)), constant_values=-1)
-            gather = partial(self._comm.cp_all_gather, operation="compression", layer=call.layer)
+            gather = partial(self._comm.all_gather, operation="compression", layer=call.layer)
             everyone, found = gather(upload(said, part.device)).cpu().numpy(), gather(part)
             for (sequence, slots), queries in zip(everyone, found, strict=True):
                 real = int((sequence >= 0).sum())
@@ -231,7 +232,7 @@ class Eviction:
                 slot = int(tokens.all_slots[method.moved])
                 before = int(np.searchsorted(call.table.slots(call.rank, row), slot))
                 move = Move(len(tokens.all_slots) - self._budget, before, slot)
-            call.store.replace(row, tokens.k_KMD[kept], tokens.v_KMD[kept], counts, rows, move)
+            cast(RaggedStore, call.store).replace(row, tokens.k_KMD[kept], tokens.v_KMD[kept], counts, rows, move)
             if method.observed == EVERYTHING:
                 notes[row] = tokens.noted(masses[row], kept)
         step.cache.note(layer, notes)

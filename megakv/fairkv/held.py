@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,6 +15,7 @@ from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Scoring
 from megakv.base.device import upload
 from megakv.cache.notes import Notes
+from megakv.cache.store import KVStore
 from megakv.distributed.sharding import IntArray
 from megakv.fairkv.attention_weights import SCORE_ELEMENTS, ScoredQueries
 from megakv.fairkv.method import Segment
@@ -44,7 +46,7 @@ class HeldTokens:
     def of(cls, call: AttentionCall, sequence: int, all_slots: IntArray, least: int = 0) -> HeldTokens:
         """What a layer's store holds; room for `least` tokens of each head."""
         found: list[list[tuple[Tensor, Tensor, IntArray]]] = [[] for _ in range(call.kv_heads)]
-        for head, keys, values, numbers in call.store.pieces(sequence):
+        for head, keys, values, numbers in cast(KVStore, call.store).pieces(sequence):
             found[head].append((keys, values, numbers))
         counts = [sum(len(numbers) for _, _, numbers in parts) for parts in found]
         rows = np.full((len(found), max(least, *counts)), -1)

@@ -77,7 +77,7 @@ def add_attention_mass(
         own = queries.packed[start : start + CHUNK_QUERIES]
         # [N, most, H, D + 1]: every rank's, filled up to one length.
         padded = functional.pad(own, (0, 0, 0, 0, 0, max(map(len, pieces)) - len(own))).contiguous()
-        gathered = call.comm.cp_all_gather(padded, operation="compression", layer=call.layer)
+        gathered = call.comm.all_gather(padded, operation="compression", layer=call.layer)
         for rank, found in enumerate(gathered):
             tokens = queries.tokens[rank].take(pieces[rank])
             for segment, mass in zip(segments, masses, strict=True):
@@ -141,7 +141,7 @@ def pooled_mass(
     if most := max(map(len, edges)):
         sent = mass.new_zeros((len(mass), most))
         sent[:, : len(edges[call.rank])] = everyone[:, places[call.rank]]
-        gathered = call.comm.cp_all_gather(sent, operation="compression", layer=call.layer)
+        gathered = call.comm.all_gather(sent, operation="compression", layer=call.layer)
         for found, place in zip(gathered, places, strict=True):
             everyone[:, place] = found[:, : len(place)]
     return list(pooled(everyone, radius, mean=mean)[:, own].split([mass.shape[1] for mass in masses], dim=1))

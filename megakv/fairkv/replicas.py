@@ -92,7 +92,7 @@ class HeadReplicas:
         everyone = lse_HL.new_zeros((view.entries + 1, group, length))
         everyone[-1] = -torch.inf
         everyone[view.own_rows] = lse_HL[queries].reshape(len(view.shared), group, length)
-        self._comm.tp_all_reduce(everyone[:-1], operation="lse", layer=call.layer)
+        self._comm.all_reduce(everyone[:-1], "tp", operation="lse", layer=call.layer)
         if view.shared:
             own = lse_HL[queries].clone()
             whole = everyone[view.all_rows].logsumexp(1).flatten(0, 1)

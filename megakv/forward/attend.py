@@ -155,7 +155,7 @@ class LayerAttention:
             return k_KLD, v_KLD
         kept = plan.once("kept", lambda: _kept(plan, k_KLD.device))
         if kept is None:
-            store.append_each(plan.layout.stored[plan.rank].sequences, k_KLD, v_KLD)
+            store.append(plan.layout.stored[plan.rank].sequences, k_KLD, v_KLD)
             return k_KLD, v_KLD
         for sequence, index in kept:
             store.append(sequence, *((k_KLD, v_KLD) if index is None else (k_KLD[:, index], v_KLD[:, index])))

@@ -186,7 +186,7 @@ class PassPlanner:
         assert step.workload is not None
         methods = prefill_methods()
         chosen = methods.index(choose_prefill(self.evidence, step.workload, shape))
-        word, first = self.comm.device_tensor([chosen]), self.comm.mesh.cp_ranks[0]
+        word, first = torch.tensor([chosen], device=self.comm.mesh.device), self.comm.mesh.cp_ranks[0]
         index = self.comm.broadcast(word, first, "cp", operation="control", layer=layer)
         return methods[int(index)]
 

@@ -18,7 +18,7 @@ from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import GROWTH_MINIMUM, DenseStore
 from megakv.cache.shared_heads import SharedHeadsStore
-from megakv.cache.store import KVStore
+from megakv.cache.store import TurnStore
 from megakv.costmodel.context_parallel import Workload
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.fairkv.compression_plan import CompressionPlan
@@ -59,7 +59,7 @@ class Runtime(LayerAttention):
 
     def _forget(self) -> None:
         """Begin with methods that expect nothing of an earlier pass."""
-        self._life = self.comm.failures.life
+        self._life = self.comm.watch.failures.life
         self.methods.clear()
         for name in ("runahead", f"runahead{WITHIN}"):
             self.methods[name] = Runahead(self.planner.runahead.chunk_tokens)
@@ -70,7 +70,7 @@ class Runtime(LayerAttention):
         # Beside what heads keep, which may be little, unused capacity counts.
         least_growth = 2 if compresses else GROWTH_MINIMUM
 
-        def new_store(layer: int, prompts: IntArray) -> KVStore:
+        def new_store(layer: int, prompts: IntArray) -> TurnStore:
             dense = partial(DenseStore, least_growth=least_growth)
             shares = None if self.replicas is None else self.replicas.shares(layer)
             return dense(len(prompts)) if shares is None else SharedHeadsStore(prompts, shares, dense)
@@ -96,7 +96,7 @@ class Runtime(LayerAttention):
         return_dict: bool = True,
     ) -> PassPlan:
         """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
-        if self._life != self.comm.failures.life:
+        if self._life != self.comm.watch.failures.life:
             # What was under way in a pass that failed went with its groups.
             self._forget()
             self.planner.forget()

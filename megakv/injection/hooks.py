@@ -153,7 +153,7 @@ class ForwardHooks:
             cache.evicts(step.slots)
         self._fill(inputs, step, source, pasts, embeds is not None)
         # From here on a rank waits for others: whoever fails leaves them with half of a pass.
-        self._runtime.comm.failures.begin_pass()
+        self._runtime.comm.watch.failures.begin_pass()
         self._runtime.comm.ledger.enter_dense()
         return (), inputs
 
@@ -253,7 +253,7 @@ class ForwardHooks:
         first = None if compression.turn is None else compression.turn.first
         step.cache.commit(step.slots, compressed=compression.compress, first=first, proposed=step.proposed)
         step.cache.evicted(compression.evict)
-        self._runtime.comm.failures.inside = outer is not None
+        self._runtime.comm.watch.failures.inside = outer is not None
         output.logits = logits
         if not step.use_cache:
             # Made anew: an entry that was there once stays in a model's output, for `generate` to find.

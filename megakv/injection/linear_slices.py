@@ -111,12 +111,29 @@ class SummedColumns:
         start, stop = self.columns
         x = x[..., start:stop] if x.shape[-1] == self._inputs else x
         own = self.own.product(x)
-        out = self._comm.sum_in_order(own, self.over, operation="linear_sum", layer=self._layer)
+        out = summed(self.summands(own))
         return out if linear.bias is None else (out + linear.bias).to(out.dtype)
 
     def summands(self, own: Tensor) -> Tensor:
         """``[N, ..., out]``, whose sum it is but for the bias, from what this rank's columns make of the input."""
-        return self._comm.summands(own, self.over, operation="linear_sum", layer=self._layer)
+        return summands(self._comm, own, self.over, self._layer)
+
+
+def summands(comm: Communicator, own: Tensor, over: Over, layer: int | None) -> Tensor:
+    """``[N, ...]``, the same on all ranks of a group, whose sum is that over them.
+
+    Small tensors are gathered: that takes one message of each to each, in place of two behind another. Of others it is
+    the sum alone.
+    """
+    if comm.direct(own):
+        return comm.all_gather(own, over, operation="linear_sum", layer=layer)
+    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    return comm.all_reduce(wide, over, operation="linear_sum", layer=layer).to(own.dtype)[None]
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The sum of summands, the same bits on all ranks, computed in float32 at least."""
+    return parts.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
 
 
 class KeptRows:
@@ -164,7 +181,7 @@ class SlicedExperts:
                 found[places] = out if down_bias is None or self._comm.mesh.cp_rank else out + down_bias
         weighted = found * top_k_weights.reshape(-1, 1)
         out = weighted.unflatten(0, (-1, each)).sum(1).to(found.dtype)
-        return self._comm.sum_in_order(out, "cp", operation="linear_sum", layer=self._layer)
+        return summed(summands(self._comm, out, "cp", self._layer))
 
     def _weight(self, name: str, expert: int) -> tuple[Tensor, Tensor | None]:
         weight, bias = getattr(self.experts, name)[expert], getattr(self.experts, f"{name}_bias", None)

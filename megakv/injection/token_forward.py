@@ -187,7 +187,7 @@ class TokenLayer:
         if not tables:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
-        with comm.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
+        with comm.watch.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
             out, moments = call(x, cos, sin, one, tables, window)
         step.state.ahead = out, range(self.index + 1, self.index + len(tables))
         for layer, parts in zip(layers, moments, strict=False):

@@ -21,7 +21,7 @@ from megakv.cache.cache import ShardedCache
 from megakv.cache.ragged import Rotate
 from megakv.cache.ragged_attention import RaggedPart
 from megakv.cache.shares import HeadShares
-from megakv.cache.store import KVStore
+from megakv.cache.store import TurnStore
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.fairkv.replicas import HeadReplicas
 from megakv.offload.bodies import CompressedStore, TieredBody
@@ -64,7 +64,7 @@ class OffloadedCache(ShardedCache):
         replicas: HeadReplicas | None = None,
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
     ):
-        def new_store(layer: int, prompts: IntArray) -> KVStore:
+        def new_store(layer: int, prompts: IntArray) -> TurnStore:
             shares = None if replicas is None else replicas.shares(layer)
             if shares is None:
                 return TieredStore(layer, len(prompts), engine)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megakv.base.device import on_device
-from megakv.base.units import in_units
+from megakv.base.errors import in_units
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
 from megakv.offload.link import Direction, Link, Move, Traffic, Transfer

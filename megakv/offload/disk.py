@@ -16,7 +16,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from megakv.base.units import in_units
+from megakv.base.errors import in_units
 from megakv.offload.host_memory import available_memory
 
 logger = logging.getLogger(__name__)

@@ -11,8 +11,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megakv.base.errors import MegaKVError
-from megakv.base.units import in_units
+from megakv.base.errors import MegaKVError, in_units
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Place

@@ -8,8 +8,8 @@ from math import ceil
 
 import numpy as np
 
+from megakv.cache.segments import held_rows
 from megakv.cache.shares import HeadShares
-from megakv.cache.window import held_rows
 from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import Layout
 from megakv.forward.runtime import Runtime

@@ -47,13 +47,9 @@ class SharedTiers(SharedHeadsStore):
             assert strip.heads is not None
             strip.store.set_format(k_KSD[strip.heads], v_KSD[strip.heads])
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
         self._expect(k_KSD, v_KSD)
         super().append(sequence, k_KSD, v_KSD)
-
-    def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        self._expect(k_KLD, v_KLD)
-        super().append_each(sequences, k_KLD, v_KLD)
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         self._expect(k_KSD, v_KSD)

@@ -18,7 +18,7 @@ from megakv.attention.method import AttentionCall, PartElsewhere
 from megakv.attention.partial import KVPart, Part
 from megakv.base.tensor_files import StreamedTensor
 from megakv.cache.ragged_body import Body, RaggedBody
-from megakv.cache.store import KVStore, Pair
+from megakv.cache.store import Pair, SpanStore
 from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
 from megakv.offload.staging import StagedLayer
 from megakv.offload.tiered_rows import StoreEngine, TieredRows
@@ -41,7 +41,7 @@ class Strip(NamedTuple):
         return count if self.rows is None else int(np.searchsorted(self.rows[sequence].view(), count))
 
 
-class TieredStore(TieredRows, KVStore):
+class TieredStore(TieredRows, SpanStore):
     """Rows in tiers as a store of their layer.
 
     While the layer is at work, `staged` is what was brought of the group of sequences that is attended to.
@@ -65,11 +65,11 @@ class TieredStore(TieredRows, KVStore):
         # What came before the last piece of a turn stays before it, also if no row proves long enough.
         self._open, self._ends = turn or bool(self._held), ends
 
-    def append(self, sequence: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
+    def append(self, sequence: int | Sequence[int], k_KSD: Tensor, v_KSD: Tensor) -> None:
         if self._open:
             super().append(sequence, k_KSD, v_KSD)
         else:
-            self.append_each([sequence], k_KSD, v_KSD)
+            self.append_each(sequence if isinstance(sequence, Sequence) else [sequence], k_KSD, v_KSD)
 
     def append_shared(self, sequence: int, runs: Sequence[Pair]) -> None:
         for pair in runs:
@@ -78,11 +78,8 @@ class TieredStore(TieredRows, KVStore):
         self.flush()
 
     def append_each(self, sequences: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> None:
-        """Also several rows of one sequence."""
-        if self._open:
-            super().append_each(sequences, k_KLD, v_KLD)
-        else:
-            self._take(sequences, self.rows_of(k_KLD, v_KLD))
+        """Add equal numbers of rows behind those of some sequences."""
+        self._take(sequences, self.rows_of(k_KLD, v_KLD))
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         """On the accelerator until the layer's attention is over, or the turn: they leave in one block."""
@@ -126,7 +123,7 @@ class TieredStore(TieredRows, KVStore):
 
     def runs(self, sequence: int) -> Sequence[Pair]:
         if not self._open or sequence not in self._held:
-            return super().runs(sequence)
+            return [self.part(sequence)] if self.rows(sequence) > self.gone(sequence) else []
         before = [self._others(sequence)] if self.lengths()[sequence] > self.gone(sequence) else []
         return [*before, self.part(sequence)]
 

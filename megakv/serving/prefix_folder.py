@@ -23,7 +23,8 @@ import torch
 
 from megakv.base.errors import MegaKVError
 from megakv.base.json_files import read_json
-from megakv.base.tensor_files import sync_folder
+from megakv.base.tensor_files import written_whole
+from megakv.cache.saved_tokens import FORMAT, check_format
 from megakv.cache.span import CacheSpan
 from megakv.distributed.comm import Communicator
 from megakv.serving.plan import StoredPart
@@ -31,7 +32,6 @@ from megakv.serving.prefix_node import FoundPrefix, Tokens
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
 KEY = re.compile(r"[0-9a-f]{24}")
 NAME = re.compile(r"([0-9a-f]{24})(\.\d+-\d+\.safetensors|\.json)(\.new)?")
 MOST_RANKS = 1 << 16
@@ -102,7 +102,8 @@ class PrefixFolder:
             try:
                 span.save(self._path(key, self._comm.mesh.cp_rank))
                 if record is not None:
-                    self._write_record(key, record)
+                    with written_whole(self._folder / f"{key}.json") as file:
+                        file.write(json.dumps(asdict(record)).encode())
             except Exception as error:
                 logger.warning("a prefix is not kept on disk: %s", str(error) or type(error).__name__)
             finally:
@@ -118,16 +119,6 @@ class PrefixFolder:
     def erase(self, key: str) -> None:
         """Begin to remove what there is of a key: rank 0 that of all ranks, which may have been others once."""
         self._writer.submit(self._remove, key)
-
-    def _write_record(self, key: str, record: PrefixRecord) -> None:
-        path = self._folder / f"{key}.json"
-        new = path.with_name(f"{path.name}.new")
-        with new.open("w") as file:
-            file.write(json.dumps(asdict(record)))
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-        sync_folder(self._folder)
 
     def _remove(self, key: str) -> None:
         with suppress(OSError):
@@ -191,12 +182,16 @@ class PrefixFolder:
             if path.stat().st_size > MOST_RECORD_BYTES:
                 return None
             values = read_json(path, str(path))
+            check_format(values["format"], path, "this prefix is removed, and read anew when it comes again")
             record = PrefixRecord(**{**values, "tokens": tuple(values["tokens"])})
             columns = range(self._comm.mesh.tp_size)
             wanted = {f"{key}.{cp}-{tp}.safetensors" for cp in range(record.cp) for tp in columns}
             if not wanted <= names:
                 return None
             stats = [(self._folder / name).stat() for name in wanted]
+        except MegaKVError as error:
+            logger.warning("%s", error)
+            return None
         except (OSError, ValueError, TypeError, KeyError):
             return None
         tokens = np.array(record.tokens, dtype=np.int32)

@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megakv.base.errors import MegaKVError
-from megakv.base.extras import require_extra
+from megakv.base.errors import MegaKVError, require_extra
 from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.files import check_outputs, drawn, write_whole
 from megakv.tracking.offload_figure import draw_offload

@@ -8,12 +8,10 @@ import mmap
 import os
 import re
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from huggingface_hub.constants import HF_HOME
 from xxhash import xxh3_128
 
 from megakv.base.errors import MegaKVError
+from megakv.base.tensor_files import written_whole
 from megakv.distributed.agreement import Agreement
 
 logger = logging.getLogger(__name__)
@@ -104,16 +103,12 @@ class KeptDigests:
 
     def _keep(self, files: Mapping[str, str]) -> None:
         """Of two processes that write at once, one may have to read its files again."""
-        files, name = dict([*files.items()][-MOST_KEPT:]), ""
+        files = dict([*files.items()][-MOST_KEPT:])
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self._path.parent, prefix=f"{KEPT}.", delete=False) as file:
-                name = file.name
-                json.dump({"check": _check(files), "files": files}, file)
-            os.replace(name, self._path)
+            with written_whole(self._path) as file:
+                file.write(json.dumps({"check": _check(files), "files": files}).encode())
         except OSError as error:
-            with suppress(OSError):
-                os.unlink(name)
             logger.info("digests of files are not kept in %s: %s", self._path, error.strerror or error)
 
 

@@ -1,4 +1,4 @@
-"""The folder of a model: the user's own, or its copy in the hub's cache."""
+"""The folder of a model, the user's own or its copy in the hub's cache; its config, and the class that this names."""
 
 from __future__ import annotations
 
@@ -7,13 +7,21 @@ from pathlib import Path
 
 from huggingface_hub import constants, model_info, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-from transformers import CONFIG_MAPPING, AutoConfig, GenerationConfig, PreTrainedConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+from transformers.models.auto.auto_factory import _get_model_class
 
 from megakv.base.errors import MegaKVError
 from megakv.base.json_files import read_json
 from megakv.weights.files import stored_dtype
 from megakv.weights.gguf import SUFFIX, gguf_directory
-from megakv.weights.model_class import find_class
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -96,6 +104,36 @@ def read_config(place: Path) -> PreTrainedConfig:
     text = config.get_text_config()
     config.dtype = text.dtype = config.dtype or text.dtype or stored_dtype(path.parent)
     return config
+
+
+def find_class(config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig] | None:
+    """The class, and the config that it is made of; None where transformers has none.
+
+    As `AutoModelForCausalLM` chooses, which takes the text model alone where that is a class of its own. Where it has
+    none for models of images and text, the whole is taken, and given text.
+    """
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        if type(config) in auto._model_mapping:
+            family = _get_model_class(config, auto._model_mapping)
+            text = config.get_text_config()
+            if text is not config and getattr(family, "config_class", None) is type(text):
+                quantised = getattr(config, "quantization_config", None)
+                if quantised is not None:
+                    text.quantization_config = quantised
+                return family, text
+            return family, config
+    return None
+
+
+def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """The class of a model of this config; a ValueError where transformers has none."""
+    found = find_class(config)
+    if found is None:
+        raise ValueError(
+            f"model type {config.model_type!r} ({type(config).__name__}) is not supported: transformers has no causal "
+            "language model of it"
+        )
+    return found[0]
 
 
 def _check_adapter(config: Path) -> None:

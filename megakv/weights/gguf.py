@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
-from megakv.base.errors import MegaKVError
-from megakv.base.extras import require_extra
+from megakv.base.errors import MegaKVError, require_extra
+from megakv.base.tensor_files import sync
 from megakv.weights.file_digests import CACHE, KeptDigests
 
 SUFFIX = ".gguf"
@@ -70,9 +70,9 @@ def convert(source: Path, target: Path) -> None:
     try:
         _write(source, temporary, dtype)
         for path in (*temporary.iterdir(), temporary):
-            _sync(path)
+            sync(path)
         os.rename(temporary, target)
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -118,12 +118,3 @@ def _write(source: Path, folder: Path, dtype: torch.dtype) -> None:
         tokenizer.save_pretrained(folder)
     except Exception as error:  # safetensors has its own type for a full disk
         raise MegaKVError(f"model {source} cannot be converted into {folder.parent}: {error}") from error
-
-
-def _sync(path: Path) -> None:
-    """Bring a file or a folder's entries to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

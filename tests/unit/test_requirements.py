@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from megakv.base.extras import EXTRAS
+from megakv.base.errors import EXTRAS
 
 ROOT = Path(__file__).resolve().parents[2]
 PART_OF = {"pydantic_core": "pydantic", "PIL": "matplotlib", "triton": "torch"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -67,6 +68,7 @@ class RaggedDecode(Method):
         super().__init__(division.name, lambda: room.take(self))
         self.compared = division.name != UNIFORM
         self._division, self._pool, self._comm = division, pool, comm
+        self._summed = partial(comm.all_reduce, over="tp", operation="tp_all_reduce", layer=None)
         self._batch, self._steps, self._shape = batch, steps, pool.shape
         self._layers: list[RankLayer] = []
         self._divided = [bool(division.divided(layer)) for layer in range(len(division.budgets))]
@@ -103,9 +105,9 @@ class RaggedDecode(Method):
         whole = out.new_zeros(self._batch * shape.kv_heads, shape.group, shape.dim)
         self._computed += time.perf_counter() - start
         if self._divided[number]:
-            layer.weigh(out, lse, self._comm.tp_all_reduce)
+            layer.weigh(out, lse, self._summed)
         whole[layer.index] = out
-        return self._comm.tp_all_reduce(whole).view(self._batch, shape.kv_heads, shape.group, shape.dim)
+        return self._summed(whole).view(self._batch, shape.kv_heads, shape.group, shape.dim)
 
 
 class MappedGeneration(Generation):

@@ -12,8 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from megakv.attention.methods import is_contiguous
+from megakv.base.errors import in_units
 from megakv.base.partition import even, explicit
-from megakv.base.units import in_units
 from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape

@@ -57,7 +57,7 @@ def ring_curves(
 
     def gathering(size: int) -> Callable[[], object]:
         piece = _bytes(comm, max(1, size // others))
-        return lambda: comm.cp_all_gather(piece, operation=OPERATION, layer=None)
+        return lambda: comm.all_gather(piece, operation=OPERATION, layer=None)
 
     fewer = _sizes(bandwidth, longest_s / COLLECTIVE_PATIENCE)
     return {
@@ -69,7 +69,7 @@ def ring_curves(
 
 def summing(comm: Communicator, size: int) -> Callable[[], object]:
     tensor = torch.zeros(max(1, size // torch.float32.itemsize), device=comm.mesh.device)
-    return lambda: comm.tp_all_reduce(tensor, operation=OPERATION)
+    return lambda: comm.all_reduce(tensor, "tp", operation=OPERATION, layer=None)
 
 
 def sum_curve(cases: Cases, comm: Communicator, *, bandwidth: float, longest_s: float) -> Callable[[], Curve]:

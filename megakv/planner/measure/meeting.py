@@ -70,7 +70,7 @@ class Meeting:
 
             return cases.add(call, weight=WEIGHT)
 
-        logits, word = torch.zeros(RESULTS, device=comm.mesh.device), comm.device_tensor([0, 0])
+        logits, word = (torch.zeros(count, device=comm.mesh.device) for count in (RESULTS, 4))
 
         def share() -> None:
             comm.broadcast(logits, 0, operation=OPERATION)

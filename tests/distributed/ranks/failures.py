@@ -196,7 +196,7 @@ def one_rank(r: Rank, rank: int) -> None:
 
 def all_alike(r: Rank) -> None:
     """What all ranks are given wrong alike leaves their groups as they were."""
-    lives = r.engine._comm.failures.life
+    lives = r.engine._comm.watch.failures.life
     r.fails("wrong on all", lambda: r.generate(num_return_sequences=3))
     r.fails("wrong input on all", lambda: r.engine(IDS, labels=IDS))
     if r.rank == 1:
@@ -208,7 +208,7 @@ def all_alike(r: Rank) -> None:
         r.engine(IDS, labels=IDS)
 
     r.fails("wrong input on all, at other times", late)
-    r.found["lives"] = r.engine._comm.failures.life - lives
+    r.found["lives"] = r.engine._comm.watch.failures.life - lives
 
 
 def new_groups(r: Rank) -> None:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megakv.base import extras
-from megakv.base.errors import MegaKVError
-from megakv.base.extras import EXTRAS, require_extra
+from megakv.base import errors as extras
+from megakv.base.errors import EXTRAS, MegaKVError, require_extra
 from megakv.launcher.command import main
 from megakv.launcher.commands import EXTRA_OF, SUMMARIES
 from tests.unit.test_imports import modules

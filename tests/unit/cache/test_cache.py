@@ -6,6 +6,7 @@ import torch
 
 from megakv.cache.cache import ShardedCache
 from megakv.cache.dense import DenseStore
+from megakv.cache.store import KVStore
 from megakv.distributed.layouts import balanced, round_robin
 from megakv.distributed.sharding import new_tokens
 
@@ -17,6 +18,12 @@ def rows(length: int, heads: int = 2, dim: int = 4) -> torch.Tensor:
 def tokens(batch: int, length: int, first: int = 0):
     mask = np.ones((batch, length), dtype=bool)
     return new_tokens(mask, np.broadcast_to(np.arange(first, first + length), mask.shape), first)
+
+
+def test_a_store_has_few_verbs() -> None:
+    """What all kinds have in common; what a kind adds is said at the top of its file."""
+    verbs = [name for name, value in vars(KVStore).items() if callable(value) and not name.startswith("_")]
+    assert len(verbs) <= 15, verbs
 
 
 def test_appended_rows_come_back() -> None:
@@ -47,7 +54,6 @@ def test_a_small_cut_needs_no_memory() -> None:
     store.crop(0, 600)
     assert store.part(0)[0].data_ptr() == before and store.rows(0) == 600
     store.crop(0, 100)
-    store.release(0, 0)
     assert store.nbytes() == 2 * 2 * 100 * 4 * 4
 
 

@@ -43,7 +43,7 @@ def test_random_operations_on_forks_and_shared_runs(longest: int) -> None:
     for _ in range(120):
         one = every[int(random.integers(len(every)))]
         length = len(one.plain)
-        match random.choice(["extend", "single", "fork", "cut", "forget", "share", "append", "join", "trim", "expect"]):
+        match random.choice(["extend", "single", "fork", "cut", "forget", "share", "append", "join", "expect"]):
             case "extend" | "single" as kind:
                 keys, values = rows(1 if kind == "single" else int(random.integers(0, longest)))
                 for place, new in zip(one.held.extend(keys.shape[1]), (keys, values), strict=True):
@@ -68,8 +68,6 @@ def test_random_operations_on_forks_and_shared_runs(longest: int) -> None:
                 one.plain += plain
             case "join":
                 one.held.joined()
-            case "trim":
-                one.held.trim()
             case "expect":
                 one.held.expect(length + int(random.integers(longest)))
         if len(every) > 6:

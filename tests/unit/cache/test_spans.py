@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
+from megakv.cache.saved_tokens import FORMAT
 from megakv.cache.span import CacheSpan
 from megakv.distributed.layouts import balanced, round_robin
 from megakv.distributed.sharding import new_tokens
@@ -121,20 +123,24 @@ def test_files_that_are_none_are_refused(tmp_path: Path) -> None:
     # Types and shapes that no cache has, and those that no tensor can have.
     (length_of,) = np.frombuffer(whole[:8], dtype=np.uint64).tolist()
     header, data = json.loads(whole[8 : 8 + length_of]), whole[8 + length_of :]
-    shape = header["0"]["shape"]
-    changes = [{"dtype": "I32"}, {"shape": [*shape[:3], 2 * shape[3]]}, {"shape": [0, *shape[1:3], 1 << 62]}]
-    changes += [
-        {"shape": [shape[0], 0, shape[2], 1 << 62], "data_offsets": [0, 0]},
-        {"shape": [1, 0, 1, (1 << 63) + 5]},
-    ]
+    name = "0.1.k"
+    shape = header[name]["shape"]
+    changes: list[dict[str, Any]] = [{"dtype": "I32"}, {"shape": [*shape[:2], 2 * shape[2]]}]
+    changes += [{"shape": [0, shape[1], 1 << 62], "data_offsets": [0, 0]}, {"shape": [1, 0, (1 << 63) + 5]}]
     for change in changes:
-        text = json.dumps({**header, "0": {**header["0"], **change}}).encode()
+        text = json.dumps({**header, name: {**header[name], **change}}).encode()
         paths[1].write_bytes(len(text).to_bytes(8, "little") + text + data)
         with pytest.raises(MegaKVError, match=str(paths[1])):
             CacheSpan.load(paths, 1, 2, CPU)
     caches[1].span(1, length).save(paths[1])
     with pytest.raises(MegaKVError, match="other slots"):
         CacheSpan.load(paths, 0, 3, CPU)
+    # Of another version, or of none.
+    for said, found in (({"format": "2"}, "2"), ({}, "None"), ({"format": "x"}, "None")):
+        text = json.dumps({**header, "__metadata__": {**header["__metadata__"], "format": "", **said}}).encode()
+        paths[1].write_bytes(len(text).to_bytes(8, "little") + text + data)
+        with pytest.raises(MegaKVError, match=f"{paths[1]} has format {found}, this version reads format {FORMAT}"):
+            CacheSpan.load(paths, 1, 2, CPU)
     with pytest.raises(MegaKVError, match="missing"):
         CacheSpan.load([paths[0], tmp_path / "none"], 1, 2, CPU)
 

@@ -19,13 +19,15 @@ import megakv
 from megakv.base.errors import MegaKVError
 from megakv.base.tensor_files import StreamedTensor, write_tensors
 from megakv.cache.cache import ShardedCache
-from megakv.cache.saved import SavedLayer, SavedTokens
+from megakv.cache.saved import SavedLayer
+from megakv.cache.saved_tokens import FORMAT, SavedTokens
 from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.shares import PERIOD, HeadShares, TokenShares
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import TokenBlock
-from megakv.engine.session_files import FORMAT, HeadsHere, SessionMeta, read_cache, write_shard
+from megakv.engine.session_files import HeadsHere, SessionMeta, read_cache, write_shard
 from megakv.engine.session_folder import PendingSave, shard_file
+from megakv.serving.prefix_folder import PrefixFolder
 from tests.families import llama
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -192,6 +194,26 @@ def test_earlier_formats(engine: Any, tmp_path: Path) -> None:
         engine.restore_session(target)
 
 
+def test_prefixes_of_earlier_formats_are_named_and_removed(
+    engine: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    comm, key = engine.agreement.comm, "0" * 24
+    kept = PrefixFolder(tmp_path, "a model", comm)
+    kept.describe(key, np.arange(5, dtype=np.int32), None)
+    cache = engine.new_cache()
+    engine.generate_into(cache, some_ids(20), max_new_tokens=2, **GREEDY)
+    kept.write(key, cache.span(0, 5))
+    kept.close()
+    (record,) = tmp_path.rglob("*.json")
+    for number in (FORMAT, 2):
+        record.write_text(json.dumps({**json.loads(record.read_text()), "format": number}))
+        folder = PrefixFolder(tmp_path, "a model", comm)
+        assert [found.key for found in folder.found()] == [key] * (number == FORMAT)
+        folder.close()
+    assert f"{record} has format 2, this version reads format {FORMAT}" in caplog.text
+    assert not list(record.parent.iterdir())
+
+
 def test_files_written_in_pieces(tmp_path: Path) -> None:
     """The safetensors library reads what was written, and says the same of its own file."""
     tensors = {
@@ -208,8 +230,6 @@ def test_files_written_in_pieces(tmp_path: Path) -> None:
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
-    with pytest.raises(FileExistsError):
-        write_tensors(tmp_path / "ours", {})
 
 
 LAYERS, TOKENS, HEADS, DIM = 8, 8192, 4, 64
@@ -315,7 +335,7 @@ def test_absurd_numbers_and_depths_are_refused_at_once(engine: Any, tmp_path: Pa
         with pytest.raises(MegaKVError, match=message):
             engine.restore_session(tmp_path / "session")
     path.write_text(whole)
-    (file,) = (tmp_path / "session").glob("save-*/tokens.safetensors")
+    (file,) = (tmp_path / "session").glob("save-*/cp*.safetensors")
     tensors = load_file(file)
     save_file({**tensors, "input_ids": tensors["input_ids"] + 10**6}, file)
     with pytest.raises(MegaKVError, match="holds tokens that are not among the model's"):
@@ -348,7 +368,7 @@ def test_replicas_divide_what_whole_copies_have_kept(tmp_path: Path) -> None:
     assert all(parts) and sorted(parts[0] + parts[1]) == keep[1].nonzero()[:, 0].tolist()
 
 
-@pytest.mark.parametrize(("name", "other"), [("0.1.k", torch.float16), ("1.positions", torch.float32)])
+@pytest.mark.parametrize(("name", "other"), [("0.1.k", torch.float16), ("tokens", torch.float32)])
 def test_rows_and_coordinates_of_another_type_are_refused(
     engine: Any, tmp_path: Path, name: str, other: torch.dtype
 ) -> None:

@@ -35,7 +35,7 @@ class Alone:
     ledger = Ledger()
 
     @staticmethod
-    def cp_all_gather(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
+    def all_gather(tensor: torch.Tensor, **_: Any) -> torch.Tensor:
         return tensor[None]
 
     @staticmethod

@@ -97,7 +97,7 @@ class Ranks:
         new = [[torch.randn(self.kv_heads, count, dim) for dim in (DIM, VALUE_DIM)] for count in rows]
         single = set(rows) == {1}
         for heads, store in zip(self.heads, self.stores, strict=True) if single else ():
-            store.append_each(range(len(rows)), *(torch.cat(each, dim=1)[heads] for each in zip(*new, strict=True)))
+            store.append(range(len(rows)), *(torch.cat(each, dim=1)[heads] for each in zip(*new, strict=True)))
         for sequence, (count, (k, v)) in enumerate(zip(rows, new, strict=True)):
             if count:
                 for rank, store in enumerate(() if single else self.stores):
