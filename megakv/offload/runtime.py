@@ -23,16 +23,16 @@ from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.costs import LayerSpeeds, OffloadCosts
+from megakv.offload.cuda_link import make_link
 from megakv.offload.host_attention import attend_on_host
 from megakv.offload.host_rank import HostParts, HostRank
 from megakv.offload.layer_columns import LayerColumns
-from megakv.offload.pages import PagePool
+from megakv.offload.pages import PagePool, made_tiers
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
-from megakv.offload.resources import made_tiers, make_link
 from megakv.offload.room import check_room
 from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import Strip, TieredStore
@@ -71,8 +71,8 @@ class Offloader:
         self.schedule = GroupSchedule(config, model, Agreement(comm))
 
         with ExitStack() as made:
-            memory, disk = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
-            self.pool = PagePool([memory, *disk], config.page_kib << 10, layers=layers)
+            tiers = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
+            self.pool = PagePool(tiers, config.page_kib << 10, layers=layers)
             self._disk = self.pool.disk or (None if weights is None else weights.disk)
             self.link = made.enter_context(closing(make_link(self.device, config.emulated_link_gb_s)))
             if config.host_attends:
@@ -231,9 +231,8 @@ class Offloader:
         cache, layout = self._cache, self._layout
         if self._announced is None or cache is None or layout is None or cache.tier(store.layer) is not store:
             return
-        (prompt, new_tokens), self._announced = self._announced, None
-        given = {"prompt": prompt, "new_tokens": new_tokens}
-        check_room(self.pool, cache, layout, store, self._prefetch.windows, self._runtime, **given)
+        announced, self._announced = self._announced, None
+        check_room(self.pool, cache, layout, store, self._prefetch.windows, self._runtime, *announced)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""

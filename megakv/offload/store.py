@@ -118,7 +118,7 @@ class TieredStore(TieredRows, KVStore):
         if staged is not None:
             staged.await_streamed()
             at = staged.starts[sequence]
-            return self.heads_of(staged.rows[at : staged.row(sequence, self.lengths()[sequence])])
+            return self.heads_of(staged.rows[at : staged.row(sequence, self._length(sequence))])
         for sequences, firsts, rows in self._new:
             if sequence in sequences and firsts[index := sequences.index(sequence)] == gone:
                 return self.heads_of(rows.chunk(len(sequences))[index])
@@ -127,7 +127,7 @@ class TieredStore(TieredRows, KVStore):
     def runs(self, sequence: int) -> Sequence[Pair]:
         if not self._open or sequence not in self._held:
             return super().runs(sequence)
-        before = [self._others(sequence)] if self.lengths()[sequence] > self.gone(sequence) else []
+        before = [self._others(sequence)] if self._length(sequence) > self.gone(sequence) else []
         return [*before, self.part(sequence)]
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
@@ -164,7 +164,7 @@ class TieredStore(TieredRows, KVStore):
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """From where the rows lie, without the accelerator."""
         self.flush()
-        first, last = self.gone(sequence), self.lengths()[sequence]
+        first, last = self.gone(sequence), self._length(sequence)
         if first == last:
             return {}
         shape = self.head_shape
@@ -182,6 +182,10 @@ class TieredStore(TieredRows, KVStore):
     def rows(self, sequence: int) -> int:
         held = self._held.get(sequence)
         return self._rows[sequence].length + (0 if held is None else len(held))
+
+    def _length(self, sequence: int) -> int:
+        """Rows without those of an open turn."""
+        return self._rows[sequence].length if self._open else self.rows(sequence)
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self.engine.attend_on_host(self.strips, call, q_HLD, tokens)
@@ -306,5 +310,5 @@ class TieredStore(TieredRows, KVStore):
             if staged.streamed is not None:
                 staged.await_streamed()
             first = staged.away[sequence]
-            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, self.lengths()[sequence])]
+            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, self._length(sequence))]
             self.residents.move(sequence, first, rows)
