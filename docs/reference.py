@@ -22,8 +22,8 @@ from megakv.base.sections import OneOf, Section
 from megakv.engine.config import REFUSED_KEYS, REFUSED_TP_KEYS, MegaKVSection
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.launcher.commands import SUMMARIES
-from megakv.offload.methods import AUTO
-from megakv.offload.methods import METHODS as OFFLOAD
+from megakv.offload.method import AUTO
+from megakv.offload.method import METHODS as OFFLOAD
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 

@@ -21,10 +21,9 @@ with importing():
     from megakv.launcher.conversation import read_tokenizer
     from megakv.launcher.job import print_files
     from megakv.launcher.settings import check_engine_arguments, check_files, run_config
-    from megakv.serving.http.listener import listening_socket
-    from megakv.serving.http.settings import HttpSettings
+    from megakv.serving.http.settings import HttpSettings, listening_socket
     from megakv.serving.loop import ServingLoop
-    from megakv.serving.traffic_log import TrafficLog
+    from megakv.serving.stats import TrafficLog
     from megakv.tracking.config import TrackingConfig
     from megakv.tracking.files import write_whole
     from megakv.tracking.page import page
@@ -85,7 +84,7 @@ def _serve(
     arguments: argparse.Namespace,
 ) -> RunReport:
     """On rank 0: HTTP beside the loop, until drained; returns what was done."""
-    from megakv.serving.http.served_model import ServedModel
+    from megakv.serving.http.call import ServedModel
     from megakv.serving.http.server import HttpServer
 
     server = HttpServer(loop, ServedModel.of(engine.module, tokenizer, settings.model), settings, listener)

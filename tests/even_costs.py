@@ -8,16 +8,16 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from megakv.offload.costs import OffloadCosts
-from megakv.offload.equations import LayerCosts
+from megakv.offload.prices import LayerPrices
+from megakv.offload.rates import Rates
 
 
 @contextmanager
 def even_costs() -> Iterator[None]:
     """Engines that are used in here divide tokens by such costs, whatever this machine measures and its steps show."""
-    measured = OffloadCosts.layer
+    measured = Rates.prices
 
-    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+    def layer(self: Rates, *args: Any, **options: Any) -> LayerPrices:
         found = measured(self, *args, **options)
         return replace(
             found,
@@ -31,5 +31,5 @@ def even_costs() -> Iterator[None]:
             disk_activation_s=found.activation_s,
         )
 
-    with patch.multiple(OffloadCosts, layer=layer, learn=lambda self, *args: None):
+    with patch.multiple(Rates, prices=layer, learn=lambda self, *args: None):
         yield

@@ -7,8 +7,8 @@ Tables 3 and 4 keep the weights on an A100; Table 5 streams them to a smaller GP
 from __future__ import annotations
 
 from megakv.costmodel.shape import ModelShape
-from megakv.offload.equations import GroupCosts, LayerCosts, WeightTimes
 from megakv.offload.kvpr import split_point, split_seconds
+from megakv.offload.prices import GroupPrices, LayerPrices, WeightTimes
 
 from .fit import Constant, Constants, model_shape
 from .published import Cell
@@ -41,16 +41,16 @@ def predict(cell: Cell, constants: Constants) -> float:
     batches = COLUMN_BATCHES if column else 1
     seconds = 0.0
     for tokens in range(prompt + 1, prompt + steps + 1):
-        group = GroupCosts(costs, tokens, inputs=tokens)
+        group = GroupPrices(costs, tokens, inputs=tokens)
         best = split_point(group) if setting["method"] == "kvpr" else 0
         seconds += float(split_seconds(group, best)) + constants["layer_s"]
     seconds *= len(model.layers) * batches
     return batches * COLUMN_BATCH * steps / seconds if column else seconds
 
 
-def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> LayerCosts:
+def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> LayerPrices:
     """The paper's form of a layer's costs."""
-    return LayerCosts.of_machine(
+    return LayerPrices.of_machine(
         hidden=model.hidden,
         kv_dim=model.kv_heads * model.key_dim,
         element_bytes=model.element_bytes,
@@ -58,10 +58,3 @@ def layer_costs(model: ModelShape, constants: Constants, *, batch: int) -> Layer
         flops_s=constants["recompute_flops"],
         batch=batch,
     )
-
-
-def implied_flops(cell: Cell) -> float:
-    """Operations a second of an A100 by Table 1's compute column: its cache's keys and values, from activations."""
-    model = model_shape(cell.setting["model"])
-    tokens = BATCH // 2 * 1024
-    return 4 * tokens * model.hidden * model.kv_heads * model.key_dim / cell.value

@@ -17,8 +17,8 @@ from megakv.attention.partial import PackedAttention
 from megakv.attention.ring import KVFormat, Scratch, pass_around
 from megakv.fairkv.method import CompressionMethod, Segment
 from megakv.injection.policy import Policy
-from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split
+from megakv.offload.prices import GroupPrices
 
 
 class OwnLast:
@@ -44,11 +44,11 @@ class Half:
 
     recomputes, attends_on_host = True, False
 
-    def split(self, costs: GroupCosts) -> Split | None:
+    def split(self, prices: GroupPrices) -> Split | None:
         """A group's tokens, divided."""
-        if not costs.inputs:
+        if not prices.inputs:
             return None
-        return Split(costs.tokens, costs.inputs // 2, resident=costs.resident, chunk=costs.chunk)
+        return Split(prices.tokens, prices.inputs // 2, resident=prices.resident, chunk=prices.chunk)
 
 
 class EveryNth(CompressionMethod):

@@ -13,8 +13,7 @@ from types import FrameType
 
 from megakv.launcher.ranks import command_line, start_ranks
 from megakv.launcher.settings import add_engine_arguments, check_engine_arguments, check_files, mesh_on_hosts
-from megakv.serving.http.listener import listening_socket
-from megakv.serving.http.settings import ApiKeys, HttpSettings
+from megakv.serving.http.settings import ApiKeys, HttpSettings, listening_socket
 from megakv.serving.settings import ServingSettings
 
 MEGABYTE = 1 << 20

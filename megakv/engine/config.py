@@ -20,7 +20,7 @@ from megakv.engine.extensions import import_plugins
 from megakv.fairkv.config import FairKVConfig
 from megakv.forward.config import ContextParallelConfig
 from megakv.offload.config import OffloadConfig
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 from megakv.runahead.config import RunaheadConfig
 from megakv.tracking.config import TrackingConfig
 

@@ -15,7 +15,7 @@ from megakv.attention.methods import MethodEntry
 from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.injection.policy import POLICIES, Policy
-from megakv.offload.methods import METHODS as OFFLOAD
+from megakv.offload.method import METHODS as OFFLOAD
 
 if TYPE_CHECKING:
     from megakv.offload.method import OffloadMethod

@@ -18,7 +18,7 @@ from megakv.forward.runtime import Runtime
 from megakv.injection.policy import depends_on_length
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.host_memory import available_memory, check_host_budget
-from megakv.offload.methods import AUTO
+from megakv.offload.method import AUTO
 from megakv.offload.pages import PagePool
 from megakv.offload.profile import read_profile
 from megakv.offload.runtime import Offloader

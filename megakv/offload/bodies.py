@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Packing, Run, RunTable, laid
+from megakv.attention.compiled import Packing, RowTable, Run, laid
 from megakv.base.tensor_files import StreamedTensor
 from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.ragged_attention import AttendedBody, RaggedPart
@@ -130,14 +130,14 @@ class PackedBody:
     unpacked: Callable[[Tensor], RaggedBody]
 
     @cached_property
-    def runs(self) -> RunTable:
+    def runs(self) -> RowTable:
         """As of `RaggedBody`, in bytes."""
         counts, step = self.index.counts, self.stored.stride(0)
         table = np.zeros((len(counts), len(Run._fields)), dtype=np.int64)
         before = self.index.bounds[:-1] * step
         table[:, 0], table[:, 7] = self.stored.data_ptr() + before, laid(self.stored[None])[2] - before
         table[:, 2], table[:, 4] = counts, step
-        return RunTable.at(table)
+        return RowTable.at(table)
 
     def here(self) -> RaggedBody:
         return self.unpacked(self.stored)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split, steady_split
+from megakv.offload.prices import GroupPrices
 
 
 class Chunked:
@@ -11,5 +11,5 @@ class Chunked:
 
     recomputes, attends_on_host = True, False
 
-    def split(self, costs: GroupCosts) -> Split | None:
-        return steady_split(costs, recompute=True, host=False) if costs.inputs else None
+    def split(self, prices: GroupPrices) -> Split | None:
+        return steady_split(prices, recompute=True, host=False) if prices.inputs else None

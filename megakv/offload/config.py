@@ -8,7 +8,7 @@ from pydantic import Field
 
 from megakv.base.sections import OneOf, Section
 from megakv.costmodel.stored_rows import OffloadSizes, may_pay
-from megakv.offload.methods import AUTO, METHODS, methods_of
+from megakv.offload.method import AUTO, METHODS, methods_of
 
 GIB = 1 << 30
 MOST = 1e9

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split, steady_split
+from megakv.offload.prices import GroupPrices
 
 
 class CPURank:
@@ -11,16 +11,16 @@ class CPURank:
 
     recomputes, attends_on_host = False, True
 
-    def split(self, costs: GroupCosts) -> Split | None:
-        return steady_split(costs, recompute=False, host=True) if costs.host or costs.kept_on_host else None
+    def split(self, prices: GroupPrices) -> Split | None:
+        return steady_split(prices, recompute=False, host=True) if prices.host or prices.kept_on_host else None
 
 
 class All:
-    """`chunked` and `cpu_rank` at once: ``t = max(x l + kv (s' - l - a), c l, d + h a)``."""
+    """`chunked` and `cpu_rank` at once: ``t = max(x l + kv (s' - l - a), d + c l + h a)``."""
 
     recomputes = attends_on_host = True
 
-    def split(self, costs: GroupCosts) -> Split | None:
+    def split(self, prices: GroupPrices) -> Split | None:
         # Also of what has no activations, as where they cannot pay.
-        hosted = costs.host or costs.kept_on_host
-        return steady_split(costs, recompute=True, host=True) if hosted else None
+        hosted = prices.host or prices.kept_on_host
+        return steady_split(prices, recompute=True, host=True) if hosted else None

@@ -1,15 +1,16 @@
-"""What becomes of a layer's cached tokens; what a way to decide that is, and the search that most of them share."""
+"""What becomes of a layer's cached tokens; the methods that decide it, and the search that most of them share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.offload.equations import GroupCosts
+from megakv.base.registry import Registry
+from megakv.offload.prices import GroupPrices
 
 EQUAL = 1e-12
 """Times closer than this, relatively, count as equal; then fewer tokens are treated specially."""
@@ -55,7 +56,7 @@ class Split:
 class Plan(NamedTuple):
     """A method's split for each group of sequences that a layer attends to, and how long a step takes that way.
 
-    `seconds` is what the costs say, from step to step; `predicted_s` the same, corrected by what steps of it took.
+    `seconds` is what the prices say, from step to step; `predicted_s` goes by what the method's latest steps took.
     """
 
     name: str
@@ -64,24 +65,6 @@ class Plan(NamedTuple):
     predicted_s: float
     kept_on_host: bool = False
     """Whether the host attends to what compression kept, where it lies."""
-
-    def differs(self, other: Plan) -> bool:
-        """Whether it treats tokens otherwise than another plan.
-
-        With the freedom to do what does not pay, a plan is no other plan: it divides tokens in the same ways, only by
-        costs that other steps showed. Recomputing in chunks is another way than recomputing all at once.
-        """
-
-        def counts(plan: Plan) -> list[tuple[int, int, int]]:
-            return [(each.recomputed, each.chunks, each.on_host) for each in plan.splits]
-
-        def ways(plan: Plan) -> tuple[bool, bool, bool]:
-            recomputes = any(each.recomputed for each in plan.splits)
-            hosted = plan.kept_on_host or any(each.on_host for each in plan.splits)
-            return recomputes, hosted, recomputes and plan.name == "kvpr"
-
-        alike = counts(self) == counts(other) and self.kept_on_host == other.kept_on_host
-        return not alike and ways(self) != ways(other)
 
 
 def spread(total: int, limits: Sequence[int]) -> list[int]:
@@ -104,8 +87,29 @@ class OffloadMethod(Protocol):
     attends_on_host: bool
     """Whether it needs the host's processor to attend."""
 
-    def split(self, costs: GroupCosts) -> Split | None:
+    def split(self, prices: GroupPrices) -> Split | None:
         """The fastest split that it allows; None where what is cached allows none."""
+
+
+METHODS: Registry[OffloadMethod] = Registry(
+    "offload method",
+    {
+        "stream": "megakv.offload.stream:Stream",
+        "kvpr": "megakv.offload.kvpr:KVPR",
+        "chunked": "megakv.offload.chunked:Chunked",
+        "cpu_rank": "megakv.offload.cpu_rank:CPURank",
+        "all": "megakv.offload.cpu_rank:All",
+    },
+    make=lambda kind: kind(),
+)
+"""The plainest first: of equal ones `auto` takes the first."""
+AUTO, PLAIN = "auto", "stream"
+"""The fastest of all of them, and what is done where a method does not fit."""
+
+
+def methods_of(name: str) -> Mapping[str, OffloadMethod]:
+    """Those that ``megakv.offload.method`` asks for."""
+    return METHODS if name == AUTO else {name: METHODS[name]}
 
 
 def lowest(seconds: Callable[[IntArray], Any], limit: int, chunk: int) -> int:
@@ -128,43 +132,36 @@ def lowest(seconds: Callable[[IntArray], Any], limit: int, chunk: int) -> int:
             stride = max(1, -(-2 * stride // POINTS) if stride < chunk else -(-2 * chunk // POINTS))
 
 
-def steady_split(costs: GroupCosts, *, recompute: bool, host: bool) -> Split:
-    """The fastest split of a layer among many, by the busiest of link, accelerator and host."""
-    limit = min(costs.away, costs.inputs) if recompute else 0
-    most = min(costs.away, costs.host) if host else 0
+def steady_split(prices: GroupPrices, *, recompute: bool, host: bool) -> Split:
+    """The fastest split of a layer among many, by the busier of link and accelerator, which waits for the host."""
+    limit = min(prices.away, prices.inputs) if recompute else 0
+    most = min(prices.away, prices.host) if host else 0
+    layer, kept_s = prices.layer, float(prices.host_seconds(0))
 
     def on_host(points: IntArray) -> IntArray:
         """Tokens on the host beside each split point that can be best: ``[4, n]``.
 
-        More of them speed the others up and slow the host down: the best number is where both meet.
+        More of them shorten transfers and attention here, and lengthen the host's: the best number is where those meet.
         """
         none, last = np.zeros_like(points), np.where(points > 0, np.minimum(most, limit - points), most)
-        if not costs.placements:
-            # Straight lines all of them.
-            layer = costs.layer
-            fixed, rates = (
-                float(costs.host_seconds(0)) or layer.device_s + layer.host_fixed_s,
-                (layer.kv_s, layer.attend_s),
-            )
-            sides = zip(costs.side_seconds(points), rates, strict=True)
-            meeting = [(side - fixed) / (rate + layer.host_attend_s + TINY) for side, rate in sides]
+        low, high, begun_s = none, last, layer.device_s + prices.recompute_seconds(points)
+        if not prices.placements:
+            # All of them are straight lines.
+            sides = (prices.link_seconds(points) - begun_s, layer.kv_s), (prices.attend_seconds(), layer.attend_s)
+            meeting = [(s - (kept_s or layer.host_fixed_s)) / (per + layer.host_attend_s + TINY) for s, per in sides]
             low = np.clip(np.maximum(*meeting), 0, last).astype(np.int64)
             return np.stack([none, low, np.minimum(low + 1, last), last])
-        low, high = none, last
         while (high - low > 1).any():
             middle = (low + high) // 2
-            slower = costs.host_seconds(middle) >= costs.others_seconds(points, middle)
+            host_s = prices.host_seconds(middle)
+            slower = host_s >= np.maximum(prices.attend_seconds(middle), prices.link_seconds(points, middle) - begun_s)
             low, high = np.where(slower, low, middle), np.where(slower, middle, high)
         return np.stack([none, low, high, last])
 
     def seconds(points: IntArray) -> Any:
-        if not most:
-            return costs.others_seconds(points)
-        return costs.steady_seconds(points, on_host(points)).min(axis=0)
+        return prices.steady_seconds(points, on_host(points) if most else points[None] * 0).min(axis=0)
 
-    recomputed = lowest(seconds, limit, costs.chunk)
-    away = 0
-    if most:
-        counts = on_host(np.array([recomputed]))[:, 0]
-        away = int(counts[np.argmin(costs.steady_seconds(np.full(4, recomputed), counts))])
-    return Split(costs.tokens, recomputed, away, costs.resident, costs.chunk)
+    recomputed = lowest(seconds, limit, prices.chunk)
+    counts = on_host(np.array([recomputed]))[:, 0]
+    away = int(counts[np.argmin(prices.steady_seconds(np.full(4, recomputed), counts))])
+    return Split(prices.tokens, recomputed, away, prices.resident, prices.chunk)

@@ -21,7 +21,6 @@ from megakv.costmodel.stopwatch import timed
 from megakv.distributed.sharding import chunk_bounds
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier
-from megakv.offload.equations import affine
 from megakv.offload.host_memory import HostTier
 from megakv.offload.host_rank import HostRank
 from megakv.offload.link import Link, Move
@@ -205,3 +204,12 @@ def recompute_operations(store: TieredStore) -> int:
 
 def _median(call: Callable[[], object]) -> float:
     return statistics.median(timed(call) for _ in range(REPEATS))
+
+
+def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = 0.0) -> tuple[float, float]:
+    """Seconds per unit, and those that any number takes, from units and seconds of a few and of many.
+
+    Many take longer than a few by a `share` of their seconds, at least: noise may have swallowed the difference.
+    """
+    slope = max(many[1] - few[1], share * many[1]) / max(many[0] - few[0], 1)
+    return slope, max(0.0, few[1] - few[0] * slope)

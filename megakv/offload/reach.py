@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
 from megakv.distributed.sharding import TokenTable
-from megakv.offload.equations import Placement
+from megakv.offload.prices import Placement
 from megakv.offload.store import TieredStore
 
 Windows = list[int | None]
@@ -58,31 +57,18 @@ class OutOfWindow:
         return [int(np.searchsorted(slots, first - window, side="right")) for slots in cached[self._rank]]
 
 
-class Reach(NamedTuple):
-    """Of each sequence's cached tokens, those in reach of windows; of them those that stay, and those with activations.
+def placed_rows(store: TieredStore, lengths: Sequence[int], firsts: Sequence[int]) -> list[Placement]:
+    """Where the rows of each sequence's tokens in reach lie: so many, behind the first ones.
 
-    `firsts` are the tokens that lie before all windows.
+    Some layers have this step's tokens already: those that count are the same in all.
     """
-
-    firsts: tuple[int, ...]
-    lengths: tuple[int, ...]
-    resident: tuple[int, ...]
-    inputs: tuple[int, ...]
-
-    @classmethod
-    def of(cls, store: TieredStore, lengths: Sequence[int], firsts: Sequence[int]) -> Reach:
-        """Of so many tokens in reach."""
-        # Some layers have this step's tokens already: those that count are the same in all.
-        both = store.residents.counts(), seen(store.with_inputs(), firsts)
-        return cls(tuple(firsts), tuple(lengths), *(tuple(map(min, lengths, each)) for each in both))
-
-    def placements(self, store: TieredStore) -> list[Placement]:
-        """Where the rows of each sequence lie."""
-        memory, held = (seen(store.in_memory(inputs=inputs), self.firsts) for inputs in (False, True))
-        return [
-            Placement(length - kept, given, min(length, rows), min(given, own))
-            for length, kept, given, rows, own in zip(*self[1:], memory, held, strict=True)
-        ]
+    counts = store.with_inputs(), store.in_memory(), store.in_memory(inputs=True)
+    inputs, rows, held = (map(min, lengths, seen(each, firsts)) for each in counts)
+    away = [length - min(length, kept) for length, kept in zip(lengths, store.residents.counts(), strict=True)]
+    return [
+        Placement(count, given, min(count, there), min(given, own))
+        for count, given, there, own in zip(away, inputs, rows, held, strict=True)
+    ]
 
 
 def seen(counts: Sequence[int], firsts: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,9 +25,9 @@ class StepRecord:
 
     `elapsed_s` is the model's forward pass, `gap_s` the time between the pass before and it; `waited_s`, `recompute_s`,
     `attend_s`, `host_s` and `peers_s` go to transfers, recomputing, attending here and on the host, and other ranks.
-    `traffic` went to the accelerator, and `rates` are the bandwidths of the link and of the disk. A step is `steady`
-    where the one before was of the same plan, so that it began as all of its kind do, and `profiled` where speeds of
-    the machine were measured meanwhile.
+    `traffic` went to the accelerator, and `byte_seconds` are what the link and the disk take for a byte. A step is
+    `steady` where the one before was of the same plan, so that it began as all of its kind do, and `profiled` where
+    speeds of the machine were measured meanwhile.
     """
 
     def __init__(self, *, cached: int, new: int, plan: Plan, kv_bits: int | None = None, clock: Clock | None = None):
@@ -35,7 +36,7 @@ class StepRecord:
         self.elapsed_s = self.gap_s = self.waited_s = self.recompute_s = 0.0
         self.host_s = self.attend_s = self.peers_s = 0.0
         self.traffic, self.bytes_out, self.weight_bytes = Traffic(), 0, 0
-        self.rates = 0.0, 0.0
+        self.byte_seconds = 0.0, 0.0
         self.steady = self.decoding = self.profiled = False
         self.clock = clock or HostClock()
         self.before: Any = None
@@ -129,8 +130,8 @@ class StepRecord:
 
     def report(self) -> OffloadStep:
         """As it stands in the report of a run."""
-        carried = zip((self.bytes_in, self.disk_bytes), self.rates, strict=True)
-        link, disk = (nbytes / most if (most := rate * self.measured_s) else 0.0 for nbytes, rate in carried)
+        busy = zip((self.bytes_in, self.disk_bytes), self.byte_seconds, strict=True)
+        link, disk = (nbytes * byte_s / (self.measured_s or math.inf) for nbytes, byte_s in busy)
         alike = ("cached", "predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "kv_bits")
         found: dict[str, Any] = {name: getattr(self, name) for name in (*alike, "disk_bytes", "profiled")}
         found |= {
@@ -178,7 +179,9 @@ class StepLog:
         record.before, record.begun = self._ended, record.clock.mark()
         self.current = record
 
-    def end(self, weights: WeightStream | None, *, decoding: bool, profiled: bool, rates: tuple[float, float]) -> None:
+    def end(
+        self, weights: WeightStream | None, *, decoding: bool, profiled: bool, byte_seconds: tuple[float, float]
+    ) -> None:
         """The pass has succeeded."""
         record, self.current = self.current, None
         if record is None:
@@ -190,7 +193,7 @@ class StepLog:
         if weights is not None:
             record.waited(weights.waited)
             record.weight_bytes = weights.step_bytes
-        record.decoding, record.profiled, record.rates = decoding, profiled, rates
+        record.decoding, record.profiled, record.byte_seconds = decoding, profiled, byte_seconds
         self._ended, self._plan = record.ended, record.plan.name if record.cached and decoding else None
         if record.cached or record.kept or record.kept_on_host:
             self._steps.append(record)

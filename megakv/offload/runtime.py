@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
+from megakv.costmodel.hardware import HostProfile
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
 from megakv.forward.pass_plan import PassPlan
@@ -22,7 +23,6 @@ from megakv.forward.runtime import Runtime
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
-from megakv.offload.costs import LayerSpeeds, OffloadCosts
 from megakv.offload.cuda_link import make_link
 from megakv.offload.host_attention import attend_on_host
 from megakv.offload.host_rank import HostParts, HostRank
@@ -31,6 +31,7 @@ from megakv.offload.pages import PagePool, made_tiers
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
+from megakv.offload.rates import Rates
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.room import check_room
@@ -65,7 +66,7 @@ class Offloader:
         self._table = TokenTable(0, 0)
         self._decoding, self._keeps = False, True
         self._announced: tuple[int, int] | None = None
-        self._measured: LayerSpeeds | None = None
+        self._profile: HostProfile | None = None
         self._host_rank: HostRank | None = None
         self.weights: WeightStream | None = None
         self.schedule = GroupSchedule(config, model, Agreement(comm))
@@ -88,14 +89,12 @@ class Offloader:
                 # Behind the hooks of the weights: those are there when a layer's first group is computed.
                 made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
             self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
-            profiler = Profiler(config, self.link, self._disk, self.device, sharers=comm.watch.neighbours)
-            self.costs = OffloadCosts(profiler)
-            self._log = StepLog(self.link, comm.ledger, self._learn)
+            self.rates = Rates(Profiler(config, self.link, self._disk, self.device, sharers=comm.watch.neighbours))
             # A last rank that keeps everything waits for nobody, unless its heads are on several.
             alone = comm.mesh.tp_size == 1 and (comm.mesh.cp_size == 1 or runtime.planner.gathers)
             self._planner = Planner(
                 config,
-                self.costs,
+                self.rates,
                 chunk=config.chunk_on(self.device.type),
                 layers=layers,
                 recomputation=self._recomputation,
@@ -103,6 +102,7 @@ class Offloader:
                 leads=None if alone else comm.mesh.rank == 0,
                 weights=self.weights,
             )
+            self._log = StepLog(self.link, comm.ledger, self._planner.observe)
             self._prefetch = Prefetch(self._planner, self.link, layers=layers, device=self.device)
             made.callback(self._prefetch.drop_all)
             self._made = made.pop_all()
@@ -142,7 +142,7 @@ class Offloader:
         self._announced = prompt, new_tokens
         # What was brought for a step that did not come is of no use.
         self._prefetch.drop_all()
-        self._planner.new_run(new_tokens)
+        self._planner.new_run()
         self.schedule.new_run()
         return self._planner
 
@@ -151,14 +151,14 @@ class Offloader:
         if cache is not self._cache:
             self._log.clear()
             self._prefetch.drop_all()
-            self._planner.new_run(0)
+            self._planner.new_run()
 
     # A pass
 
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool, turn: bool) -> None:
         """A pass over a cache begins, its new tokens in the table; `stays` and `turn` as for `ShardedCache.begin`."""
         self._log.read()
-        self._measured = self.costs.measured
+        self._profile = self.rates.profile
         self._table = cache.uncompressed()
         entered = partial(self._prefetch.enter, cache, self._table, layout, stays=stays, turn=turn)
         if not entered(groups=self.schedule.count):
@@ -247,9 +247,9 @@ class Offloader:
         if cache is not self._cache:
             return
         self._layout = None
-        costs, profiled = self.costs, self.costs.measured is not self._measured
-        rates = costs.link_bytes_s, costs.disk_bytes_s
-        self._log.end(self.weights, decoding=self._decoding, profiled=profiled, rates=rates)
+        rates, profiled = self.rates, self.rates.profile is not self._profile
+        seconds = rates["byte_s"], rates["disk_byte_s"]
+        self._log.end(self.weights, decoding=self._decoding, profiled=profiled, byte_seconds=seconds)
 
     def abandon(self, cache: OffloadedCache) -> None:
         """Rows of a cache are about to be cut: nothing of it may be on its way."""
@@ -288,10 +288,6 @@ class Offloader:
         """Whether the pass under way compresses sequences again."""
         step = self._runtime.current
         return step is not None and bool(step.compression.evict)
-
-    def _learn(self, record: StepRecord) -> None:
-        self.costs.learn(record, self._layers)
-        self._planner.observe(record)
 
     def _prepare(self, store: TieredStore, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""

@@ -190,29 +190,22 @@ class TieredStore(TieredRows, KVStore):
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self.engine.attend_on_host(self.strips, call, q_HLD, tokens)
 
-    def release(self, sequence: int, rows: int) -> None:
-        held = self._held.get(sequence)
-        if held is not None:
-            self._hold(sequence, held[: max(0, len(held) - rows)])
-            rows -= min(rows, len(held))
-        if rows:
-            super().release(sequence, rows)
-
-    def _hold(self, sequence: int, rows: Tensor) -> None:
-        if len(rows):
-            self._held[sequence] = rows
-        else:
-            self._held.pop(sequence, None)
-
     def crop(self, sequence: int, length: int) -> None:
-        self.flush()
-        if length < self.rows(sequence):
+        """Rows in tiers are left as they are, and what was brought of them, where those that are cut are held here."""
+        before = self._rows[sequence].length
+        if (held := self._held.pop(sequence, None)) is not None and length > before:
+            self._held[sequence] = held[: length - before]
+        if length < before:
+            self.abandon()
             self.version += 1
-        if (held := self._held.get(sequence)) is not None:
-            self._hold(sequence, held[: max(0, length - self._rows[sequence].length)])
-        self._truncate(sequence, length)
+            self._truncate(sequence, length)
+
+    def abandon(self) -> None:
+        """End the layer's work at once, with nothing of what was brought or is to come for it."""
+        self.flush()
         self.staged = None
         self._leave()
+        self._offered.clear()
 
     def reorder(self, index: list[int]) -> None:
         if index != [*self.sequences]:

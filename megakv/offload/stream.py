@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megakv.offload.equations import GroupCosts
 from megakv.offload.method import Split
+from megakv.offload.prices import GroupPrices
 
 
 class Stream:
@@ -11,5 +11,5 @@ class Stream:
 
     recomputes = attends_on_host = False
 
-    def split(self, costs: GroupCosts) -> Split | None:
-        return Split(costs.tokens, resident=costs.resident, chunk=costs.chunk)
+    def split(self, prices: GroupPrices) -> Split | None:
+        return Split(prices.tokens, resident=prices.resident, chunk=prices.chunk)

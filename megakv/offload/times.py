@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from megakv.costmodel.context_parallel import Workload
@@ -13,21 +12,12 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import GIB
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stored_rows import may_pay
-from megakv.offload.equations import (
-    RESIDENT,
-    GroupCosts,
-    LayerCosts,
-    Placement,
-    WeightTimes,
-    disk_seconds,
-    placed,
-)
-from megakv.offload.method import Split
-from megakv.offload.methods import AUTO, METHODS, methods_of
+from megakv.offload.method import AUTO, METHODS, PLAIN, Split, methods_of
 from megakv.offload.pipeline import StepTimes, layer_times, step_seconds
+from megakv.offload.prices import RESIDENT, LayerPrices, Placement, WeightTimes, disk_seconds, group_prices, placed
 
 
-def layer_costs(
+def layer_prices(
     profile: HardwareProfile,
     link: Curve,
     model: ModelShape,
@@ -35,24 +25,23 @@ def layer_costs(
     tp_size: int = 1,
     device_s: float = 0.0,
     sharers: int = 1,
-) -> LayerCosts:
-    """Costs of one layer on one rank, per cached token; `device_s` is all its other work.
+) -> LayerPrices:
+    """Prices of one layer on one rank, per cached token; `device_s` is all its other work.
 
     `sharers` ranks of a host divide the bandwidth of its memory and its disk (KVPR, A.7).
     """
-    shape = model.attention(tp_size=tp_size)
-    width = shape.kv_row_bytes // shape.element_bytes
+    row, inputs = model.attention(tp_size=tp_size).kv_row_bytes, model.input_bytes
     bandwidth, host_attend_s = link.bandwidth, 0.0
     if profile.host_memory_bandwidth is not None:
         bandwidth = min(bandwidth, profile.host_memory_bandwidth / sharers)
-        host_attend_s = sharers * shape.kv_row_bytes / profile.host_memory_bandwidth
-    disk, inputs = (profile.disk_bandwidth or 0.0) / sharers, model.input_bytes
-    return LayerCosts(
-        kv_s=shape.kv_row_bytes / bandwidth,
+        host_attend_s = sharers * row / profile.host_memory_bandwidth
+    disk, flops = (profile.disk_bandwidth or 0.0) / sharers, profile.recompute_flops or profile.matmul_flops
+    return LayerPrices(
+        kv_s=row / bandwidth,
         activation_s=inputs / bandwidth,
-        disk_kv_s=disk_seconds(shape.kv_row_bytes, bandwidth, disk),
+        disk_kv_s=disk_seconds(row, bandwidth, disk),
         disk_activation_s=disk_seconds(inputs, bandwidth, disk),
-        recompute_s=2 * model.hidden * width / (profile.recompute_flops or profile.matmul_flops),
+        recompute_s=2 * model.hidden * (row // model.element_bytes) / flops,
         transfer_s=link.latency,
         device_s=device_s,
         host_attend_s=host_attend_s,
@@ -92,14 +81,14 @@ def offloaded_step(
     """
     layers, groups = len(model.layers), min(groups, len(workload.new))
     device_s = ttit_seconds(profile, model, workload, method, tp_size=tp_size) / (layers * groups)
-    costs = layer_costs(profile, link, model, tp_size=tp_size, device_s=device_s, sharers=sharers)
+    prices = layer_prices(profile, link, model, tp_size=tp_size, device_s=device_s, sharers=sharers)
     disk = (profile.disk_bandwidth or 0.0) / sharers if weights == "disk" else None
     sent = weight_times(link, model, tp_size=tp_size, disk_bytes_s=disk) if weights else RESIDENT
-    planned = costs.with_weights(sent, groups)
+    prices = prices.with_weights(sent, groups)
     # With a disk, windows are not looked at: the first tokens, which they leave out, are those in memory.
     seen = seen_tokens(model, workload) if memory_bytes is None else workload.total
     tokens = -(-seen // (workload.size * groups))
-    placements: list[tuple[Placement, ...]] = [()]
+    placements: list[tuple[Placement, ...]] = [(Placement(tokens, tokens, tokens, tokens),)]
     if memory_bytes is not None:
         placements = placements_of(model, tokens, memory_bytes / (layers * groups), plan=plan, tp_size=tp_size)
     if profile.disk_bandwidth is None:
@@ -109,27 +98,16 @@ def offloaded_step(
             f"{(memory_bytes or 0) / GIB:.3g} GiB of host memory do not hold what is cached, and the profile has no "
             "disk_bandwidth for the rest: allowed: more of --host-gb, or add disk_bandwidth to the profile"
         )
-    ways = (way for each in placements for way in layer_ways(costs, group_costs(planned, tokens, each), plan))
-    steps = (OffloadedStep(step_seconds([times] * groups, layers, sent), times, split, sent) for times, split in ways)
+    steps = []
+    for each in placements:
+        group = group_prices(prices, each, attends=prices.host_attend_s > 0)
+        for way in methods_of(plan).values():
+            # What a method does not fit is streamed.
+            split = way.split(group) or METHODS[PLAIN].split(group)
+            assert split is not None
+            times = layer_times(group, split)
+            steps.append(OffloadedStep(step_seconds([times] * groups, layers, sent), times, split, sent))
     return min(steps, key=lambda step: step.seconds)
-
-
-def layer_ways(costs: LayerCosts, group: GroupCosts, plan: str = "auto") -> Iterator[tuple[StepTimes, Split]]:
-    """What a layer takes, and how its tokens are split, by every method of a plan that can; or streaming them all."""
-    for way in methods_of(plan).values():
-        split = way.split(group) or METHODS["stream"].split(group)
-        assert split is not None
-        yield layer_times(replace(group, layer=costs), split), split
-
-
-def group_costs(costs: LayerCosts, tokens: int, placements: Sequence[Placement] = ()) -> GroupCosts:
-    """A group of tokens, all of which have activations unless `placements` say which do and lie where."""
-    inputs, host = (
-        (sum(each.inputs for each in placements), sum(each.rows_in_memory for each in placements))
-        if placements
-        else (tokens, tokens)
-    )
-    return GroupCosts(costs, tokens, inputs, host if costs.host_attend_s else 0, placements=tuple(placements))
 
 
 def seen_tokens(model: ModelShape, workload: Workload) -> int:

@@ -18,7 +18,7 @@ from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.profile import BudgetProfile
-from megakv.offload.methods import AUTO
+from megakv.offload.method import AUTO
 from megakv.offload.times import moved_seconds, offloaded_step
 from megakv.planner.choices import Choice, Demand, Fit, Mesh, Rejection
 from megakv.planner.fitting import Fitting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -14,12 +14,10 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import decode_methods
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.simulated_prefill import SimulatedPrefill
 from megakv.costmodel.simulation import CALM, Disturbances, Simulation
-from megakv.offload.equations import WeightTimes
-from megakv.offload.pipeline import Pipeline, StepTimes
 from megakv.offload.times import OffloadedStep, layer_weight_bytes, offloaded_step
 from megakv.runahead.chain_search import balanced_partition
 from megakv.tracking.machine import version_info
@@ -61,7 +59,7 @@ class VirtualRun:
         """A prompt that is read, and one token; `fractions` are the ranks' shares in ``runahead``, else balanced."""
         workload = Workload(self.new, self.cached, self.cp_size)
         options: dict[str, Any] = {"tp_size": self.tp_size, "chunk_tokens": chunk_tokens}
-        times = SimulatedPrefill(self.profile, self.model, workload, **options)
+        times = PrefillTimes(self.profile, self.model, workload, **options)
         if fractions is not None:
             check_partition(fractions, self.cp_size, setting="--partition")
         partitions: tuple[Partition, ...] | None = None
@@ -162,47 +160,40 @@ def play_offload(
     `sent` are bytes of a layer on the link: activations, keys and values, weights.
     """
     for rank in range(len(played.now)):
-        pipeline = Pipeline([step.times], step.weights, ahead=True)
-        for _ in range(steps):
-            for layer in range(layers):
-                _play_layer(played, rank, pipeline, step, layer, sent)
-            played.compute("dense", rank, step.times.outside_s)
-            pipeline.device = played.now[rank]
-
-
-def _play_layer(
-    played: Simulation, rank: int, pipeline: Pipeline, step: OffloadedStep, layer: int, sent: tuple[int, int, int]
-) -> None:
-    slower, later = played.computing(rank, 1.0), played.sending(rank, rank, 1.0)
-    times = _scaled(step.times, slower, later)
-    pipeline.weights = weights = WeightTimes(step.weights.keys_s * later, step.weights.others_s * later)
-    (group,) = pipeline.layer([times])
-    input_bytes, row_bytes, weight_bytes = sent
-    if input_bytes:
-        played.transfer("activations", [rank], group.begun + times.landed_s, times.landed_s, input_bytes, layer)
-    if row_bytes:
-        played.transfer("kv", [rank], group.sent, times.sent_s - times.landed_s, row_bytes, layer)
-    if weight_bytes:
-        keys = round(weight_bytes * weights.keys_s / (weights.keys_s + weights.others_s))
-        played.transfer("weights", [rank], group.begun, weights.keys_s, keys, layer)
-        played.transfer("weights", [rank], pipeline.weights_there, weights.others_s, weight_bytes - keys, layer)
-        played.wait("weights", rank, pipeline.weights_there, layer)
-    if times.recompute_s:
-        # All but the last activations are recomputed as they land.
-        played.wait("activations", rank, group.begun + times.first_s, layer)
-        played.computed("recompute", rank, times.recompute_s - times.last_s, layer)
-        played.wait("activations", rank, group.queries - times.last_s, layer)
-        played.computed("recompute", rank, times.last_s, layer)
-    if times.host_s:
-        played.transfer("host attention", [rank], group.queries + times.host_s, times.host_s, 0, layer)
-    played.wait("kv", rank, group.sent, layer)
-    played.computed("attention", rank, times.attend_s, layer)
-    played.wait("host attention", rank, group.attended, layer)
-    played.computed("dense", rank, times.layer_s, layer)
-
-
-def _scaled(times: StepTimes, slower: float, later: float) -> StepTimes:
-    """A layer on a slower accelerator, behind a slower link."""
-    own = {name: getattr(times, name) * slower for name in ("recompute_s", "last_s", "layer_s", "attend_s")}
-    link = {name: getattr(times, name) * later for name in ("sent_s", "landed_s", "first_s", "host_s")}
-    return replace(times, **own, **link)
+        link = 0.0
+        # When the attention of the last two layers ended, whose buffers come next, and those layers themselves.
+        attended, ended = [0.0, 0.0], [0.0, 0.0]
+        for number in range(steps * layers):
+            layer = number % layers
+            slower, later = played.computing(rank, 1.0), played.sending(rank, rank, 1.0)
+            times, keys_s, others_s = step.times, step.weights.keys_s * later, step.weights.others_s * later
+            begun = max(link, attended.pop(0)) + keys_s
+            landed, rows = begun + times.landed_s * later, begun + times.sent_s * later
+            link = max(rows, ended.pop(0)) + others_s
+            input_bytes, row_bytes, weight_bytes = sent
+            if input_bytes:
+                played.transfer("activations", [rank], landed, landed - begun, input_bytes, layer)
+            if row_bytes:
+                played.transfer("kv", [rank], rows, rows - landed, row_bytes, layer)
+            if weight_bytes:
+                keys = round(weight_bytes * keys_s / (keys_s + others_s))
+                played.transfer("weights", [rank], begun, keys_s, keys, layer)
+                played.transfer("weights", [rank], link, others_s, weight_bytes - keys, layer)
+                played.wait("weights", rank, link, layer)
+            if times.recompute_s:
+                # All but the last activations are recomputed as they land.
+                played.wait("activations", rank, begun, layer)
+                played.computed("recompute", rank, (times.recompute_s - times.last_s) * slower, layer)
+                played.wait("activations", rank, landed, layer)
+                played.computed("recompute", rank, times.last_s * slower, layer)
+            hosted = played.now[rank] + times.host_s * later
+            if times.host_s:
+                played.transfer("host attention", [rank], hosted, times.host_s * later, 0, layer)
+            played.wait("kv", rank, rows, layer)
+            played.computed("attention", rank, times.attend_s * slower, layer)
+            played.wait("host attention", rank, hosted, layer)
+            attended.append(played.now[rank])
+            played.computed("dense", rank, times.layer_s * slower, layer)
+            ended.append(played.now[rank])
+            if layer == layers - 1:
+                played.compute("dense", rank, times.outside_s)

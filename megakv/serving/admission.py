@@ -10,9 +10,8 @@ from megakv.serving.plan import Attach, Close
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Progress
 from megakv.serving.settings import ServingSettings
-from megakv.serving.shares import Shares
 from megakv.serving.stats import Counts
-from megakv.serving.turns import Queue, Reader, turns
+from megakv.serving.turns import Queue, Reader, Shares, turns
 
 
 class Admission:

@@ -10,8 +10,7 @@ import numpy as np
 from megakv.serving.prefix_node import Node, Tokens, common
 from megakv.serving.request import Request
 from megakv.serving.sampler import Sampler
-from megakv.serving.shares import Served
-from megakv.serving.turns import Reader
+from megakv.serving.turns import Reader, Served
 
 LEAST_SHARED = 16
 """So many tokens that another prompt is about to read are waited for, rather than read twice."""

@@ -14,20 +14,18 @@ from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.engine.engine import MegaKVEngine
 from megakv.engine.session_files import fingerprint
 from megakv.forward.pauses import Pauses
-from megakv.serving.first_passes import first_passes
+from megakv.serving.first_passes import first_passes, memory_in_use
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome
-from megakv.serving.memory import memory_in_use
 from megakv.serving.plan import Plan
 from megakv.serving.prefix_folder import PrefixFolder
-from megakv.serving.prefix_store import PrefixStore
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Request
 from megakv.serving.sampler import check_sampling
 from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts, Document, ServingStats, State
-from megakv.serving.worker import Worker
+from megakv.serving.worker import PrefixStore, Worker
 
 __all__ = ["RefusedError", "ServingLoop"]
 

@@ -1,12 +1,16 @@
-"""What a server says of itself: load, memory by tier, hits, times; and which prefixes it keeps."""
+"""A server's load, memory, times and kept prefixes, as they are asked for and as they are logged."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megakv.tracking.served import ServedCounts, ServedState, Tier
+from megakv.tracking.served import MOST_MOMENTS, Moment, ServedCounts, ServedState, ServedTraffic, Tier, thinned
+from megakv.tracking.tracker import Tracker
 
 State = Literal["starting", "serving", "draining", "ended"]
 
@@ -47,3 +51,61 @@ class Document:
     used_s_ago: float
     hits: int
     """Requests that began with it, or with a part of it."""
+
+
+INTERVAL_S = 10.0
+
+
+class TrafficLog:
+    """In a ``with``: a thread of rank 0 that looks at the loop's stats every `interval_s`, twice as long when it has
+    looked often; what it has seen by the end is `traffic`.
+    """
+
+    def __init__(self, stats: Callable[[], ServingStats], tracker: Tracker, interval_s: float = INTERVAL_S):
+        self._stats, self._tracker, self._interval_s = stats, tracker, interval_s
+        self._began = time.monotonic()
+        self._moments: list[Moment] = []
+        self._step = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="megakv-traffic", daemon=True)
+
+    def __enter__(self) -> TrafficLog:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *ending: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def traffic(self) -> ServedTraffic:
+        """Everything so far."""
+        return self._traffic(self._stats())
+
+    def _watch(self) -> None:
+        while not self._ended.wait(self._interval_s):
+            self._look()
+        self._look()
+
+    def _look(self) -> None:
+        stats = self._stats()
+        self._moments.append(
+            Moment(
+                at_s=time.monotonic() - self._began,
+                waiting=stats.waiting,
+                running=stats.running,
+                prompt_tokens=stats.prompt_tokens,
+                hit_tokens=stats.hit_tokens,
+                new_tokens=stats.new_tokens,
+                kv_tokens=dict(stats.kv_tokens),
+            )
+        )
+        if len(self._moments) >= MOST_MOMENTS:
+            self._moments = thinned(self._moments)
+            self._interval_s *= 2
+        scalars = self._traffic(stats).scalars()
+        now = {"served/waiting": float(stats.waiting), "served/running": float(stats.running)}
+        self._tracker.log(scalars | now, self._step)
+        self._step += 1
+
+    def _traffic(self, stats: ServingStats) -> ServedTraffic:
+        return ServedTraffic(**stats.values(), seconds=time.monotonic() - self._began, moments=list(self._moments))

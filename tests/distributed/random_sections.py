@@ -7,7 +7,7 @@ from typing import Any
 
 from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.methods import METHODS as COMPRESSION
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 
 MISSING = (r"megakv\.feed_forward = 'fp8' is not supported for model type .* holds the weights of several experts",)
 """What is refused by no law: features that are missing. A line goes when its feature comes."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 from tests.distributed.launch import run_ranks
 
 SCRIPT = Path(__file__).parent / "ranks" / "exactness.py"

@@ -11,15 +11,15 @@ import torch.distributed as dist
 
 import megakv
 from megakv.offload import host_memory
-from megakv.offload.costs import OffloadCosts
 from megakv.offload.cuda_link import CudaStreams, StreamLink
 from megakv.offload.disk import DiskTier
-from megakv.offload.equations import LayerCosts
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Move, Place
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 from megakv.offload.paged_rows import PagedRows
 from megakv.offload.pages import PagePool
+from megakv.offload.prices import LayerPrices
+from megakv.offload.rates import Rates
 from tests.unit.offload.test_columns import deep_model
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 from tests.unit.offload.test_stress import Shadow
@@ -126,8 +126,8 @@ def test_what_steps_show_is_learned() -> None:
     ids, mask = (tensor.cuda() for tensor in ragged(4))
     for _ in range(2):
         generate(engine, ids, mask, max_new_tokens=20, min_new_tokens=20)
-    costs, steps = engine._offloader.costs, engine._offloader.steps
-    assert costs.warmed_up and costs._shown.get("device_s") > 0 and costs._shown.get("link_bytes_s") > 0
+    rates, steps = engine._offloader.rates, engine._offloader.steps
+    assert rates["device_s"] > 0 and rates["byte_s"] not in (0.0, rates.measured["byte_s"])
     assert all(0 < step.measured_s < 10 and 0 <= step.waited_s <= step.measured_s for step in steps[1:])
     assert all((step.recompute_s > 0) == (step.split.recomputed > 0) for step in steps)
     engine.destroy()
@@ -136,14 +136,14 @@ def test_what_steps_show_is_learned() -> None:
 @pytest.mark.parametrize("method", [*METHODS, AUTO])
 @pytest.mark.parametrize("name", ["opt", "llama", "qwen3", "gpt_neox", "falcon", "gemma"])
 def test_tokens_are_the_plain_model_s(name: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = OffloadCosts.layer
+    measured = Rates.prices
 
-    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+    def layer(self: Rates, *args: Any, **options: Any) -> LayerPrices:
         measured(self, *args, **options)
-        return LayerCosts(kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0)
+        return LayerPrices(kv_s=3.0, activation_s=1.0, recompute_s=1.3, attend_s=1.0, host_attend_s=2.0)
 
-    monkeypatch.setattr(OffloadCosts, "layer", layer)
-    monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
+    monkeypatch.setattr(Rates, "prices", layer)
+    monkeypatch.setattr(Rates, "learn", lambda self, *args: None)
     torch.backends.cuda.matmul.allow_tf32 = False
     model = plain_model(name).cuda()
     ids, mask = (tensor.cuda() for tensor in ragged(4))

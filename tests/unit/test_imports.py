@@ -62,7 +62,7 @@ def test_no_file_needs_itself_through_others(needs: dict[str, set[str]]) -> None
         pytest.fail(" -> ".join(error.args[1]))
 
 
-@pytest.mark.parametrize(("name", "most"), [("megakv.attention.pass_kv", 17), ("megakv.offload.kvpr", 20)])
+@pytest.mark.parametrize(("name", "most"), [("megakv.attention.pass_kv", 17), ("megakv.offload.kvpr", 8)])
 def test_a_method_needs_few_files(needs: dict[str, set[str]], name: str, most: int) -> None:
     assert len(reach(needs, name)) <= most, sorted(reach(needs, name))
 

@@ -1,20 +1,93 @@
-"""The answers to a call, as text, from the events of the serving loop."""
+"""Answers to a call, as text, from the events of the serving loop."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from threading import Lock
+from typing import Any
 
-from megakv.serving.http.call import Call
-from megakv.serving.http.channel import Bell, Channel
+from megakv.serving.http.call import Call, ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
-from megakv.serving.http.served_model import ServedModel
-from megakv.serving.http.text import Detokenizer, StopStrings
+from megakv.serving.http.parts import Detokenizer, StopStrings
 from megakv.serving.loop import RefusedError, ServingLoop
 from megakv.serving.request import Event, Finished, Progress, Request, Token
+
+MOST_EVENTS = 4096
+"""Of one call that wait for a client that does not read; then it is taken to be gone."""
+
+
+class Mailbox:
+    """Hands events from the thread that computes to the event loop that makes it, woken once for all that have come.
+
+    A token of every stream comes at once, and to wake the loop takes a system call of the thread that computes.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._loop = Lock(), asyncio.get_running_loop()
+        self._events: list[tuple[Channel, int, Event]] = []
+
+    def put(self, channel: Channel, index: int, event: Event) -> None:
+        """Have an event added to a channel; for any thread, returns at once."""
+        with self._lock:
+            self._events.append((channel, index, event))
+            first = len(self._events) == 1
+        if first:
+            try:
+                self._loop.call_soon_threadsafe(self._deliver)
+            except RuntimeError:
+                # After the server's end nobody listens.
+                with self._lock:
+                    self._events.clear()
+
+    def _deliver(self) -> None:
+        with self._lock:
+            events, self._events = self._events, []
+        for channel, index, event in events:
+            channel.add(index, event)
+
+
+class Channel:
+    """Events of the answers to one call, each with the number of its answer, in the event loop."""
+
+    def __init__(self, most: int = MOST_EVENTS) -> None:
+        self._most, self._closed = most, False
+        self._events: list[tuple[int, Event]] = []
+        self._ready = asyncio.Event()
+
+    def add(self, index: int, event: Event) -> None:
+        """Add an event. Of progress, the last alone is of interest; beyond the bound, all are given up."""
+        if self._closed:
+            return
+        if isinstance(event, Progress) and self._events and isinstance(self._events[-1][1], Progress):
+            self._events.pop()
+        if len(self._events) >= self._most:
+            self._events.clear()
+            event = Finished("error", "the client does not read what was asked for")
+            self._closed = True
+        self._events.append((index, event))
+        self._ready.set()
+
+    async def take(self, seconds: float) -> list[tuple[int, Event]]:
+        """All events that have come, once there are any; none where none came for so long."""
+        with suppress(TimeoutError):
+            # Unlike `wait_for` it makes no task, for every token of every stream.
+            async with asyncio.timeout(seconds):
+                await self._ready.wait()
+        self._ready.clear()
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        """Take no more."""
+        self._closed = True
+        self._events.clear()
+
 
 BEAT_S = 10.0
 """After so long without news a stream shows that it lives."""
@@ -70,32 +143,18 @@ class Answers:
     The first answer to each prompt is asked for at once, the others when the prompt was read: they find it kept.
     """
 
-    def __init__(self, loop: ServingLoop, served: ServedModel, call: Call, timed: Timed, bell: Bell):
+    def __init__(self, loop: ServingLoop, served: ServedModel, call: Call, timed: Timed, mailbox: Mailbox):
         self._loop, self._call, self._timed = loop, call, timed
-        self._channel = Channel(bell)
+        self._channel = Channel()
         self._began = time.monotonic()
         self.usage = Usage(sum(map(len, call.prompts)))
-        name = uuid.uuid4().hex
         self._answers = [
             _Answer(
-                Request(
-                    id=f"{name}-{index}",
-                    prompt=prompt,
-                    max_new_tokens=call.max_new_tokens,
-                    sink=partial(self._channel.put, index),
-                    sampling=call.sampling_of(index % call.n),
-                    stop_ids=call.stop_ids,
-                    logprobs=call.logprobs,
-                    priority=call.priority,
-                    key=call.key,
-                    user=call.user,
-                    form=call.form,
-                    compresses=call.compresses,
-                ),
-                Detokenizer(served.tokenizer, special=call.special, behind=prompt if call.continues else ()),
+                request,
+                Detokenizer(served.tokenizer, special=call.special, behind=request.prompt if call.continues else ()),
                 StopStrings(call.stops),
             )
-            for index, prompt in enumerate(prompt for prompt in call.prompts for _ in range(call.n))
+            for request in call.requests(uuid.uuid4().hex, partial(mailbox.put, self._channel))
         ]
 
     @property
@@ -134,6 +193,24 @@ class Answers:
             for piece in found.values():
                 if piece.text or piece.tokens or piece.finish:
                     yield piece
+
+    async def whole(self) -> list[Piece]:
+        """All answers, asked for and waited for."""
+        found = [Piece(index) for index in range(self.count)]
+        async with self:
+            async for piece in self.pieces():
+                if isinstance(piece, Piece):
+                    answer = found[piece.index]
+                    answer.text += piece.text
+                    answer.tokens += piece.tokens
+                    answer.finish = piece.finish
+        return found
+
+    def progress(self, progress: Progress) -> dict[str, Any]:
+        """How far a prompt was read, as llama.cpp says it, and which rank holds how much of it."""
+        spent = int((time.monotonic() - self._began) * 1e3)
+        found = {"total": progress.total, "cache": progress.cached, "processed": progress.read, "time_ms": spent}
+        return found | ({"ranks": progress.ranks} if progress.ranks else {})
 
     def _read(self, index: int, event: Progress) -> Progress:
         """Note what was found, which grows while it comes from disk."""

@@ -2,34 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 import uuid
+from base64 import b64encode
 from collections.abc import Callable, Coroutine
+from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 
-from megakv.serving.form import Form
-from megakv.serving.http.answers import Answers, check_serves
-from megakv.serving.http.body_limits import BodyLimits, BodyScanner
-from megakv.serving.http.call import Call, make_call, read_generation_config
-from megakv.serving.http.channel import Bell
-from megakv.serving.http.chat import ChatAnswer
-from megakv.serving.http.completions import CompletionAnswer
-from megakv.serving.http.conversations import Conversations, Turn
-from megakv.serving.http.errors import ApiError
-from megakv.serving.http.handlers import HANDLERS
-from megakv.serving.http.held import Held, held_to
-from megakv.serving.http.metrics import Metrics
-from megakv.serving.http.page import Page
-from megakv.serving.http.parts import Parts, free_parts
+from megakv.serving.http.answers import Answers, Mailbox, check_serves
+from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read_generation_config
+from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
+from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
+from megakv.serving.http.errors import ApiError, broken
+from megakv.serving.http.metrics import Metrics, status
+from megakv.serving.http.parts import Parts
+from megakv.serving.http.prompt_reader import BodyLimits, BodyScanner
 from megakv.serving.http.prompt_work import Prompts, PromptWork
-from megakv.serving.http.response_schemas import ResponseBody
-from megakv.serving.http.responses import ResponseAnswer, messages_of
-from megakv.serving.http.schemas import Body, ChatBody, CompletionBody, SamplingBody
-from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.responses import Conversations, ResponseAnswer, Turn, messages_of
+from megakv.serving.http.schemas import Body, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
-from megakv.serving.http.status import status
 from megakv.serving.http.stream import EventStream, while_listened_to
 from megakv.serving.loop import ServingLoop
 
@@ -46,31 +41,31 @@ class Service:
         self.work = PromptWork(served.reader)
         self._conversations = Conversations()
         # It is the event loop's, which is there with the first call.
-        self._bell: Bell | None = None
-        self._page = Page()
+        self._mailbox: Mailbox | None = None
+        self._page = _page()
 
     def app(self) -> FastAPI:
         """The application."""
         # No pages about the interface, which would load scripts from elsewhere.
         app = FastAPI(title="MegaKV", docs_url=None, redoc_url=None, openapi_url=None)
-        routes: dict[str, tuple[str, Callable[..., Coroutine[Any, Any, Response]]]] = {
-            "/v1/chat/completions": ("POST", self.chat),
-            "/v1/completions": ("POST", self.completions),
-            "/v1/responses": ("POST", self.responses),
-            "/v1/responses/{name}": ("GET", self.kept_response),
-            "/v1/models": ("GET", self.models),
-            "/v1/models/{name:path}": ("GET", self.model),
-            "/health": ("GET", self.health),
-            "/metrics": ("GET", self.prometheus),
-            "/status": ("GET", self.status),
-            "/load_model": ("POST", self.load_model),
-            "/": ("GET", self.page),
-        }
-        for path, (method, endpoint) in routes.items():
+        routes: list[tuple[str, str, Callable[..., Coroutine[Any, Any, Response]]]] = [
+            ("POST", "/v1/chat/completions", self.chat),
+            ("POST", "/v1/completions", self.completions),
+            ("POST", "/v1/responses", self.responses),
+            ("GET", "/v1/responses/{name}", self.kept_response),
+            ("DELETE", "/v1/responses/{name}", self.forget_response),
+            ("GET", "/v1/models", self.models),
+            ("GET", "/v1/models/{name:path}", self.model),
+            ("GET", "/health", self.health),
+            ("GET", "/metrics", self.prometheus),
+            ("GET", "/status", self.status),
+            ("POST", "/load_model", self.load_model),
+            ("GET", "/", self.page),
+        ]
+        for method, path, endpoint in routes:
             app.add_api_route(path, endpoint, methods=[method], response_model=None)
-        app.add_api_route("/v1/responses/{name}", self.forget_response, methods=["DELETE"], response_model=None)
-        for kind, handler in HANDLERS.items():
-            app.add_exception_handler(kind, handler)
+        for kind in (ApiError, 404, 405, Exception):
+            app.add_exception_handler(kind, _said)
         return app
 
     # Endpoints
@@ -79,45 +74,32 @@ class Service:
         """``/v1/chat/completions``."""
         body, prompts = await self._body(request, ChatBody)
         held = held_to(body, body.response_format)
-        prompts = await self._prompts(request, body, prompts)
-        call = make_call(
+        answers = await self._asked(
+            request,
             body,
             prompts,
-            self._served,
-            self._settings,
-            key=_owner(request),
-            user=_user(request, body),
+            held,
             asked=body.max_completion_tokens or body.max_tokens,
-            usual=None,
             n=body.n or 1,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
-            special=self._served.answer_template is not None,
-            form=await self._form(request, held),
         )
-        answers = self._answers(call)
-        tools = [function.template_values() for function in body.functions]
-        parts = [self._parts(held, call.prompts[0], tools) for _ in range(answers.count)]
-        writer = ChatAnswer(self._served, body, answers, parts)
-        return await self._answered(request, body, answers, writer)
+        parts = [self._parts(held, body, prompts[0]) for _ in range(answers.count)]
+        return await self._answered(request, body, answers, ChatAnswer(self._served, body, answers, parts))
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
         body, prompts = await self._body(request, CompletionBody)
-        call = make_call(
+        answers = await self._asked(
+            request,
             body,
-            await self._prompts(request, body, prompts),
-            self._served,
-            self._settings,
-            key=_owner(request),
-            user=_user(request, body),
+            prompts,
             asked=body.max_tokens,
             usual=USUAL_COMPLETION_TOKENS,
             n=body.n or 1,
             logprobs=body.logprobs,
             continues=True,
         )
-        answers = self._answers(call)
         return await self._answered(request, body, answers, CompletionAnswer(self._served, body, answers))
 
     async def responses(self, request: Request) -> Response:
@@ -130,21 +112,9 @@ class Service:
         added = messages_of(body)
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        tools = [function.template_values() for function in body.functions]
-        encoding = self.work.encode_chat(_sender(request), [*system, *before, *added], tools, {})
+        encoding = self.work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
         prompt = await while_listened_to(request.receive, encoding)
-        call = make_call(
-            body,
-            [prompt],
-            self._served,
-            self._settings,
-            key=_owner(request),
-            user=_user(request, body),
-            asked=body.max_output_tokens,
-            usual=None,
-            special=self._served.answer_template is not None,
-            form=await self._form(request, held),
-        )
+        answers = await self._asked(request, body, [prompt], held, asked=body.max_output_tokens)
         name = f"resp_{uuid.uuid4().hex}"
 
         def keep(response: Any, message: dict[str, Any]) -> None:
@@ -152,8 +122,7 @@ class Service:
                 turn = Turn(owner, previous, (*added, message), response.model_dump(mode="json", by_alias=True))
                 self._conversations.keep(name, turn)
 
-        answers = self._answers(call)
-        writer = ResponseAnswer(name, body, self._parts(held, call.prompts[0], tools), answers, keep)
+        writer = ResponseAnswer(name, body, self._parts(held, body, prompt), answers, keep)
         return await self._answered(request, body, answers, writer)
 
     async def kept_response(self, request: Request, name: str) -> Response:
@@ -194,11 +163,11 @@ class Service:
 
     async def page(self) -> Response:
         """The page."""
-        return self._page.response()
+        return self._page
 
     # Steps of a call
 
-    async def _body(self, request: Request, kind: type[B]) -> tuple[B, Prompts | None]:
+    async def _body(self, request: Request, kind: type[B]) -> tuple[B, Prompts]:
         check_serves(self._loop)
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
@@ -228,23 +197,20 @@ class Service:
         prompts = self._settings.max_choices if numbers else 1
         return BodyLimits.of(reader.context, reader.longest_token, prompts, numbers=numbers)
 
-    async def _prompts(self, request: Request, body: ChatBody | CompletionBody, made: Prompts | None) -> Prompts:
-        """The prompts, made now where they were not with the body."""
-        if made is not None:
-            return made
-        return await while_listened_to(request.receive, self.work.prompts(_sender(request), body))
+    async def _asked(
+        self, request: Request, body: SamplingBody, prompts: Prompts, held: Held | None = None, **how: Any
+    ) -> Answers:
+        """The answers to a call, as `make_call` makes it."""
+        form = None
+        if held is not None:
+            form = await self.work.in_thread(_sender(request), self._served.form, held.form, held.field)
+        key, user = _owner(request), _user(request, body)
+        call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
+        self._mailbox = self._mailbox or Mailbox()
+        return Answers(self._loop, self._served, call, self._metrics.timed, self._mailbox)
 
-    async def _form(self, request: Request, held: Held | None) -> Form | None:
-        if held is None:
-            return None
-        return await self.work.in_thread(_sender(request), self._served.form, held.form, held.field)
-
-    def _parts(self, held: Held | None, prompt: tuple[int, ...], tools: list[dict[str, Any]]) -> Parts:
-        return free_parts(self._served, prompt, tools) if held is None else held.parts()
-
-    def _answers(self, call: Call) -> Answers:
-        self._bell = self._bell or Bell()
-        return Answers(self._loop, self._served, call, self._metrics.timed, self._bell)
+    def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
+        return self._served.parts(prompt, _tools(body)) if held is None else held.parts()
 
     async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
         if body.stream:
@@ -267,6 +233,37 @@ class Service:
             "owned_by": "megakv",
             "max_model_len": self._served.context,
         }
+
+
+async def _said(request: Request, error: Exception) -> Response:
+    """An error of an endpoint, or that there is none, as its object."""
+    status, path = getattr(error, "status_code", None), request.url.path
+    said = error if isinstance(error, ApiError) else broken()
+    if status == 404:
+        said = ApiError(404, f"there is nothing at {path}", code="unknown_url")
+    elif status == 405:
+        allowed = {"allow": getattr(error, "headers", {}).get("Allow", "")}
+        said = ApiError(405, f"{request.method} is not allowed at {path}", code="method_not_allowed", headers=allowed)
+    return Response(said.json(), said.status, media_type="application/json", headers=dict(said.headers))
+
+
+def _page() -> Response:
+    """One file, with a policy that names its script by its digest: it may load and send nothing elsewhere."""
+    content = files("megakv.serving.http").joinpath("page.html").read_bytes()
+    script = re.search(rb"<script>(.*?)</script>", content, re.DOTALL)
+    assert script is not None
+    digest = b64encode(hashlib.sha256(script[1]).digest()).decode()
+    headers = {
+        "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+    }
+    return Response(content, media_type="text/html", headers=headers)
+
+
+def _tools(body: ChatBody | ResponseBody) -> list[dict[str, Any]]:
+    return [function.template_values() for function in body.functions]
 
 
 def _owner(request: Request) -> str:

@@ -1,4 +1,4 @@
-"""What goes wrong, as the error objects of OpenAI's API."""
+"""Errors as the error objects of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,8 +25,6 @@ LAST = {"connection": "close"}
 """Of an answer before a body was read."""
 MOST_BODIES = 16
 """Of the largest size, those of all requests under way may be together."""
-UNREAD_BYTES = 1 << 20
-"""Of a refused request's body, what is still read: a client that sends hears an answer only then."""
 
 
 @dataclass
@@ -56,7 +53,8 @@ class Guard:
             if length is not None and length > self.settings.max_body_bytes:
                 raise self._too_large()
         except ApiError as error:
-            await self._refuse(error, length, receive, send)
+            # Of a body that comes nevertheless nothing is kept.
+            await respond(error, send)
             return
         started, complete, taken = False, False, [0]
 
@@ -142,16 +140,6 @@ class Guard:
             return message
 
         return bounded_receive
-
-    async def _refuse(self, error: ApiError, length: int | None, receive: Receive, send: Send) -> None:
-        if length is not None and 0 < length <= UNREAD_BYTES:
-            taken = [0]
-            receive = self._bounded(receive, taken)
-            with suppress(ApiError):
-                while (await receive()).get("more_body", False):
-                    pass
-            self._held -= taken[0]
-        await respond(error, send)
 
 
 async def respond(error: ApiError, send: Send) -> None:

@@ -1,15 +1,19 @@
-"""What the server measures, for Prometheus."""
+"""Measurements of the server, for Prometheus and for the page."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megakv.serving.stats import ServingStats
+from megakv.serving.http.call import ServedModel
+from megakv.serving.loop import ServingLoop
+from megakv.serving.stats import Document, ServingStats
+from megakv.tracking.measurements import percentiles
 from megakv.tracking.served import ServedCounts
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 150.0, 400.0, 1000.0, 3600.0)
@@ -79,3 +83,29 @@ class Metrics:
     def text(self) -> bytes:
         """All of it, as Prometheus reads it."""
         return generate_latest(self._registry)
+
+
+BEGINNING_TOKENS = 64
+"""Of a kept document that are shown."""
+
+
+def status(loop: ServingLoop, served: ServedModel) -> dict[str, Any]:
+    """A snapshot."""
+
+    def beginning(document: Document) -> str:
+        return served.tokenizer.decode(list(document.beginning[:BEGINNING_TOKENS]), skip_special_tokens=True)
+
+    values = asdict(loop.stats())
+    ttft, token = values.pop("ttft_s"), values.pop("token_s")
+    return {
+        "model": served.name,
+        "context": served.context,
+        **values,
+        **_tails("ttft_s", ttft),
+        **_tails("token_s", token),
+        "documents": [{**asdict(each), "beginning": beginning(each)} for each in loop.documents()],
+    }
+
+
+def _tails(name: str, seconds: Sequence[float]) -> dict[str, float]:
+    return {key.replace("/", "_"): value for key, value in percentiles(name, seconds).items()}

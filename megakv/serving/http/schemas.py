@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -15,9 +14,6 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 
@@ -258,106 +254,3 @@ class NamedTool(Body):
     def name(self) -> str:
         """The function's."""
         return self.function.name
-
-
-def one_of(allowed: str) -> WrapValidator:
-    """For a field of several kinds: what is allowed, in place of what each kind has against a value."""
-
-    def check(value: Any, kinds: ValidatorFunctionWrapHandler) -> Any:
-        try:
-            return kinds(value)
-        except ValidationError:
-            raise ValueError(f"allowed: {allowed}; not {value!r}") from None
-
-    return WrapValidator(check)
-
-
-class ToolsBody(SamplingBody):
-    """What both endpoints with tools take."""
-
-    tool_choice: Any = None
-    parallel_tool_calls: bool | None = None
-
-    @property
-    def arguments(self) -> Iterator[str]:
-        """Those of all calls that are sent back."""
-        raise NotImplementedError
-
-    @property
-    def must_call(self) -> bool:
-        """Whether an answer has to be calls of tools."""
-        return self.tool_choice not in (None, "auto", "none")
-
-    @property
-    def named(self) -> str | None:
-        """The function that an answer has to call, where it is a certain one."""
-        return None if self.tool_choice is None or isinstance(self.tool_choice, str) else self.tool_choice.name
-
-
-class JsonSchema(Body):
-    """A schema by its name."""
-
-    name: Name
-    description: Text | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
-    strict: Ignored = None
-
-
-class TextFormat(Body):
-    """Text, any JSON object, or JSON of a schema, as ``/v1/chat/completions`` has it."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _has_a_schema(self) -> TextFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema: is there where the type is 'json_schema', and nowhere else")
-        return self
-
-    @property
-    def schema_of_json(self) -> dict[str, Any] | None:
-        """What an answer's JSON is held to; None where it is any text."""
-        if self.json_schema is not None:
-            return self.json_schema.schema_ or {}
-        return {"type": "object"} if self.type == "json_object" else None
-
-
-class ChatBody(ToolsBody):
-    """Of ``/v1/chat/completions``."""
-
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
-    max_tokens: TokenCount | None = None
-    max_completion_tokens: TokenCount | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Annotated[
-        Literal["auto", "none", "required"] | NamedTool | None,
-        one_of("""'auto', 'none', 'required' or {"type": "function", "function": {"name": NAME}}"""),
-    ] = None
-    response_format: TextFormat | None = None
-    chat_template_kwargs: Annotated[dict[Name, bool | int | float | str | None], at_most(MOST_FIELDS)] | None = None
-    reasoning_effort: Name | None = None
-    # It is parsed where streams are written.
-    generation_config: Annotated[str, Field(max_length=MOST_SETTINGS)] | None = None
-    store: Ignored = None
-    verbosity: Ignored = None
-
-    @model_validator(mode="after")
-    def _likeliest(self) -> ChatBody:
-        if self.top_logprobs and not self.logprobs:
-            raise ValueError("top_logprobs: allowed only where logprobs is true")
-        return self
-
-    @property
-    def functions(self) -> list[Function]:
-        """That the model is told of."""
-        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
-
-    @property
-    def arguments(self) -> Iterator[str]:
-        """As of `ToolsBody`."""
-        calls = (call for message in self.messages for call in message.tool_calls or [])
-        return (call.function.arguments for call in calls if call.function.arguments is not None)

@@ -32,7 +32,7 @@ SWITCHED_OFF = (
     "fairkv.replicas",
     "tracking.page",
 )
-SECTIONS = {"megakv.offload", "megakv.offload.config", "megakv.offload.methods"}
+SECTIONS = {"megakv.offload", "megakv.offload.config", "megakv.offload.method"}
 """The section of the JSON, and the names that it allows."""
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.costmodel.shape import ModelShape
 from megakv.injection.interface import keeps_latents
-from megakv.offload.methods import AUTO
+from megakv.offload.method import AUTO
 from tests.families import VOCAB, deepseek_v3
 
 ROW = 20 + 4

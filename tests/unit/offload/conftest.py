@@ -8,9 +8,9 @@ import pytest
 
 import megakv
 from megakv.offload.auto import Auto
-from megakv.offload.costs import OffloadCosts
-from megakv.offload.equations import LayerCosts
 from megakv.offload.link import Direction, EmulatedLink, Move, Transfer
+from megakv.offload.prices import LayerPrices
+from megakv.offload.rates import Rates
 
 
 @pytest.fixture(autouse=True)
@@ -53,20 +53,25 @@ def offloaded(alone: None) -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
-def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerCosts:
+def fixed_costs(monkeypatch: pytest.MonkeyPatch) -> LayerPrices:
     """A machine on which every way to treat a token has its share, whatever this one measures."""
-    costs = LayerCosts(
-        kv_s=3.0, activation_s=1.0, recompute_s=1.3, host_attend_s=2.0, disk_kv_s=3.0, disk_activation_s=1.0
+    costs = LayerPrices(
+        kv_s=3.0,
+        activation_s=1.0,
+        recompute_s=1.3,
+        attend_s=1.0,
+        host_attend_s=2.0,
+        disk_kv_s=3.0,
+        disk_activation_s=1.0,
     )
-    measured = OffloadCosts.layer
+    measured = Rates.prices
 
-    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+    def layer(self: Rates, *args: Any, **options: Any) -> LayerPrices:
         measured(self, *args, **options)
         return costs
 
-    monkeypatch.setattr(OffloadCosts, "layer", layer)
-    monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
+    monkeypatch.setattr(Rates, "prices", layer)
+    monkeypatch.setattr(Rates, "learn", lambda self, *args: None)
     # The last plan is the one that treats tokens in most ways.
-    monkeypatch.setattr(OffloadCosts, "warmed_up", True)
     monkeypatch.setattr(Auto, "choose", lambda self, predicted, tokens: list(predicted)[-1])
     return costs

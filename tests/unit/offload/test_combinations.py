@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.base.errors import MegaKVError
 from megakv.cache.ragged_body import RaggedBody
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 from megakv.offload.planner import Planner
 from megakv.planner.dry_run import dry_run
 from tests.families import CONFIGS, FAMILIES

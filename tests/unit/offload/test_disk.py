@@ -19,9 +19,9 @@ import torch
 
 from megakv.base.errors import MegaKVError
 from megakv.distributed.compat import drop_stale_lock
-from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
-from megakv.offload.equations import LayerCosts, placed
+from megakv.offload.prices import LayerPrices, placed
+from megakv.offload.rates import Rates
 from tests.unit.offload.test_exactness import generate, plain_model
 
 PAGE = 8 << 10
@@ -97,17 +97,17 @@ def test_activations_have_only_memory_that_the_host_has_no_better_use_for(
     recompute_s: float,
     kept: bool,
     offloaded: Any,
-    fixed_costs: LayerCosts,
+    fixed_costs: LayerPrices,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    costs, measured = replace(fixed_costs, host_attend_s=host_s, recompute_s=recompute_s), OffloadCosts.layer
+    costs, measured = replace(fixed_costs, host_attend_s=host_s, recompute_s=recompute_s), Rates.prices
 
-    def layer(self: OffloadCosts, *args: Any, **options: Any) -> LayerCosts:
+    def layer(self: Rates, *args: Any, **options: Any) -> LayerPrices:
         measured(self, *args, **options)
         return costs
 
-    monkeypatch.setattr(OffloadCosts, "layer", layer)
+    monkeypatch.setattr(Rates, "prices", layer)
     model = plain_model("opt")
     ids = torch.randint(3, 190, (2, 30), generator=torch.Generator().manual_seed(6))
     expected = generate(model, ids, torch.ones_like(ids), max_new_tokens=6)
@@ -247,6 +247,6 @@ def test_a_write_beside_a_refused_one_is_kept(tmp_path: Path, monkeypatch: pytes
 
 def test_who_has_no_cached_tokens_learns_nothing() -> None:
     """A rank may hold none in its first steps of decoding: nothing was measured there."""
-    costs: Any = OffloadCosts(SimpleNamespace())  # type: ignore[arg-type]
-    costs.learn(SimpleNamespace(usual=True), layers=2)
-    assert costs.profile is None and not costs.warmed_up
+    rates: Any = Rates(SimpleNamespace())  # type: ignore[arg-type]
+    rates.learn(SimpleNamespace(usual=True, profiled=False), layers=2)
+    assert rates.profile is None and not rates["device_s"]

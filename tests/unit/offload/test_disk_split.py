@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from megakv.offload.equations import GroupCosts, LayerCosts, Placement, disk_seconds, placed, shown_rates
 from megakv.offload.kvpr import KVPR, split_seconds
 from megakv.offload.method import spread, steady_split
+from megakv.offload.prices import GroupPrices, LayerPrices, Placement, disk_seconds, placed
 from tests.unit.offload.test_methods import random_costs
 
 
@@ -20,7 +20,7 @@ def random_lot(generator: random.Random, most: int) -> Placement:
 
 
 def sent_seconds(
-    costs: LayerCosts, placements: Sequence[Placement], recomputed: int, on_host: int
+    costs: LayerPrices, placements: Sequence[Placement], recomputed: int, on_host: int
 ) -> tuple[float, float]:
     """Seconds of the link for activations, and for keys and values, token by token."""
     away = spread(on_host, [placement.rows_in_memory for placement in placements])
@@ -42,14 +42,14 @@ def test_tokens_on_disk_equal_brute_force(seed: int) -> None:
     for _ in range(25):
         costs, placement, chunk = random_costs(generator), random_lot(generator, 30), generator.choice([1, 3, 8, 100])
         host = generator.choice([0, placement.rows_in_memory])
-        given = GroupCosts(costs, placement.tokens, placement.inputs, host, 0, chunk, (placement,))
+        given = GroupPrices(costs, placement.tokens, placement.inputs, host, 0, chunk, (placement,))
         plain = replace(costs, activation_s=0.0, kv_s=0.0)
         layer, steady = [], []
         for away in range(host + 1):
             for split in range(max(0, placement.inputs - away) + 1):
                 inputs, rows = sent_seconds(costs, (placement,), split, away)
                 # With what is sent as the first and the last thing of the link's, all formulas stand as they are.
-                own = GroupCosts(
+                own = GroupPrices(
                     replace(plain, head_s=costs.head_s + inputs, tail_s=costs.tail_s + rows),
                     *(placement.tokens, placement.inputs, host, 0, chunk),
                 )
@@ -73,7 +73,7 @@ def test_tokens_of_many_sequences_are_what_is_sent(seed: int) -> None:
         away = generator.randrange(0, sum(placement.rows_in_memory for placement in placements) + 1)
         gone = spread(away, [placement.rows_in_memory for placement in placements])
         last = sum(max(0, placement.inputs - count) for placement, count in zip(placements, gone, strict=True))
-        given = GroupCosts(costs, sum(placement.tokens for placement in placements), placements=placements)
+        given = GroupPrices(costs, sum(placement.tokens for placement in placements), placements=placements)
         # Where tokens cannot be divided evenly, each sequence counts with a fraction of one.
         slack = 2 * len(placements) * max(costs.kv_s, costs.disk_kv_s, costs.activation_s, costs.disk_activation_s)
         for split in range(last + 1):
@@ -83,21 +83,16 @@ def test_tokens_of_many_sequences_are_what_is_sent(seed: int) -> None:
 
 
 def test_without_a_disk_tokens_cost_alike() -> None:
-    costs = LayerCosts(kv_s=2.0, activation_s=1.0, recompute_s=1.0, disk_kv_s=50.0, disk_activation_s=50.0)
+    costs = LayerPrices(kv_s=2.0, activation_s=1.0, recompute_s=1.0, disk_kv_s=50.0, disk_activation_s=50.0)
     placements = (Placement(30, 20, 30, 20), Placement(7, 7, 7, 7))
     assert not any(placement.on_disk for placement in placements)
-    assert GroupCosts(costs, 37, placements=placements).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
-    assert GroupCosts(costs, 37).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
+    assert GroupPrices(costs, 37, placements=placements).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
+    assert GroupPrices(costs, 37).sent_seconds(9, 5) == pytest.approx((9.0, 46.0))
 
 
 def test_the_slower_of_disk_and_link_sets_the_pace() -> None:
     assert disk_seconds(100, 10.0, 4.0) == 25.0
     assert disk_seconds(100, 10.0, 40.0) == disk_seconds(100, 10.0, 0.0) == 10.0
-    # What most of the time was spent on is what a transfer shows.
-    assert shown_rates(100, 0, 20.0, 10.0, 4.0) == (5.0, 0.0)
-    assert shown_rates(100, 50, 30.0, 10.0, 4.0) == (0.0, 2.0)
-    assert shown_rates(100, 10, 11.5, 10.0, 4.0) == pytest.approx((10.0, 0.0))
-    assert shown_rates(100, 50, 4.0, 10.0, 4.0) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import megakv
-from megakv.offload.methods import AUTO
+from megakv.offload.method import AUTO
 from tests.families import FAMILIES, VOCAB
 from tests.held_rows import Rows, check_rows
 from tests.unit.offload.conftest import SETTINGS

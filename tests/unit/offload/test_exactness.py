@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from megakv.attention.layer import LayerCalls, load_layer
 from megakv.injection.prompt_layer import PromptLayer
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS
 from megakv.offload.paged_rows import PagedRows
 from megakv.offload.staging import StagedLayer
 from tests.families import CONFIGS, FAMILIES

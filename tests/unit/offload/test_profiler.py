@@ -1,11 +1,9 @@
 """The profiler measures the link and recomputation, keeps them, learns, and refuses what is of another machine."""
 
 import json
-import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +12,10 @@ import torch
 from torch import Tensor
 
 from megakv.costmodel.hardware import Fingerprint, load_profile
-from megakv.offload import pipeline as offload_pipeline
-from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
-from megakv.offload.equations import RESIDENT, GroupCosts, LayerCosts, WeightTimes
-from megakv.offload.link import Direction, EmulatedLink, Move, Traffic, Transfer
-from megakv.offload.method import Plan, Split
-from megakv.offload.pipeline import StepTimes, step_seconds
+from megakv.offload.link import Direction, EmulatedLink, Move, Transfer
 from megakv.offload.profile import Profiler
-from megakv.offload.record import StepRecord
+from megakv.offload.rates import Rates
 from tests.measuring import until_it_holds
 from tests.unit.costmodel.profiles import ideal
 from tests.unit.offload.test_exactness import generate, plain_model
@@ -42,15 +35,15 @@ def offloader_after(offloaded: Any, *, new_tokens: int = 10, **settings: Any) ->
 def test_an_emulated_link_is_found_to_be_what_it_is(offloaded: Any) -> None:
     def measured() -> None:
         offloader = offloader_after(offloaded)
-        profile = offloader.costs.profile
-        assert profile.link_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.1)
-        assert profile.row_bytes == 2 * 64 * 4 and profile.input_bytes == 64 * 4
-        assert 0 < profile.recompute_s < 1e-3
+        rates = offloader.rates
+        assert 1 / rates["byte_s"] == pytest.approx(LINK_GB_S * 1e9, rel=0.1)
+        assert rates.row_bytes == 2 * 64 * 4 and rates.input_bytes == 64 * 4
+        assert 0 < rates["recompute_s"] < 1e-3
         # Recomputing is much cheaper here than sending, so nearly every token is recomputed, and the link is the limit.
         late = offloader.steps[-3:]
         assert all(step.split.recomputed > 0.7 * step.cached for step in late)
         layers = [
-            (step.cached - step.split.recomputed) * profile.row_bytes + step.split.recomputed * profile.input_bytes
+            (step.cached - step.split.recomputed) * rates.row_bytes + step.split.recomputed * rates.input_bytes
             for step in offloader.steps
         ]
         # At either end some layers are on their way, two at most.
@@ -65,8 +58,8 @@ def test_a_link_that_drifts_is_measured_anew(offloaded: Any) -> None:
         link, speeds = engine._offloader.link, []
 
         def slow_down(input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
-            profile = engine._offloader.costs.profile
-            speeds.append(None if profile is None else profile.link_bytes_s)
+            rates = engine._offloader.rates
+            speeds.append(None if rates.profile is None else 1 / rates["byte_s"])
             if len(speeds) == 8:
                 link.bytes_s = LINK_GB_S * 1e9
             return torch.zeros(len(input_ids), dtype=torch.bool)
@@ -91,7 +84,7 @@ def test_a_profile_is_kept_and_read(offloaded: Any, tmp_path: Path) -> None:
     operations = 2 * 64 * 2 * 64
     path.write_text(json.dumps(values | {"recompute_flops": operations}))
     offloader = offloader_after(offloaded, profile=str(path))
-    assert offloader.steps[0].split.recomputed == 0 and offloader.costs.measured.recompute_s == pytest.approx(1.0)
+    assert offloader.steps[0].split.recomputed == 0 and offloader.rates.measured["recompute_s"] == pytest.approx(1.0)
 
 
 def test_a_profile_of_megakv_profile_is_added_to_and_stays_one(
@@ -191,14 +184,14 @@ def test_steps_with_rows_on_a_slow_disk_are_predicted(
 
     monkeypatch.setattr(DiskTier, "read", slowly)
     # What is predicted is what the profile says: no step has shown anything yet.
-    monkeypatch.setattr(OffloadCosts, "learn", lambda self, *args: None)
+    monkeypatch.setattr(Rates, "learn", lambda self, *args: None)
     tiers = {"host_gb": 8 * 8 / (1 << 20), "disk_gb": 0.01, "disk_path": str(tmp_path)}
     engine = offloaded(plain_model("opt"), method=method, emulated_link_gb_s=5 * LINK_GB_S, **tiers)
     ids = torch.randint(3, 190, (2, 60), generator=torch.Generator().manual_seed(1))
     generate(engine, ids, torch.ones_like(ids), max_new_tokens=7, min_new_tokens=7)
-    profile = engine._offloader.costs.profile
-    assert profile.disk_read_bytes_s == pytest.approx(LINK_GB_S * 1e9, rel=0.15)
-    assert profile.link_bytes_s == pytest.approx(5 * LINK_GB_S * 1e9, rel=0.15)
+    rates = engine._offloader.rates
+    assert 1 / rates["disk_byte_s"] == pytest.approx(LINK_GB_S * 1e9, rel=0.15)
+    assert 1 / rates["byte_s"] == pytest.approx(5 * LINK_GB_S * 1e9, rel=0.15)
     if method == "chunked":
         # Activations are smaller than keys and values here: those of all sequences come to memory first.
         store = engine._offloader._cache.store(0)
@@ -221,35 +214,6 @@ def test_a_profile_is_refused_at_start(offloaded: Any, tmp_path: Path) -> None:
         offloaded(plain_model("opt"), profile="/proc/offload.json")
 
 
-def step(plan: str, *, elapsed_s: float, link_bytes_s: float) -> StepRecord:
-    """A steady step of 1,000 cached tokens of one sequence, all of them sent."""
-    record = StepRecord(cached=1000, new=1, plan=Plan(plan, (Split(1000),), 1.0, 1.0))
-    nbytes = 2 * 1000 * 64
-    record.elapsed_s, record.traffic = elapsed_s, Traffic(timed_bytes=nbytes, busy_s=nbytes / link_bytes_s)
-    record.waited_s, record.attend_s, record.steady = 0.5 * elapsed_s, 0.1 * elapsed_s, True
-    return record
-
-
-def test_disturbed_steps_are_not_believed_and_a_slower_link_is(offloaded: Any) -> None:
-    costs = offloader_after(offloaded, method="stream").costs
-    costs.profile = replace(costs.profile, row_bytes=64)
-    plain = LayerCosts(kv_s=1.0, activation_s=1.0, recompute_s=1.0)
-
-    def predicted() -> float:
-        known = costs.of_plan("kvpr", 1, plain)
-        return costs.predict([GroupCosts(known, 1000)], [Split(1000)], 2, RESIDENT, ahead=True)
-
-    for _ in range(5):
-        costs.learn(step("kvpr", elapsed_s=0.1, link_bytes_s=1e7), 2)
-    before = predicted()
-    costs.learn(step("kvpr", elapsed_s=0.9, link_bytes_s=1e5), 2)
-    assert predicted() == pytest.approx(before, rel=0.1)
-    for _ in range(9):
-        costs.learn(step("kvpr", elapsed_s=0.1, link_bytes_s=1e6), 2)
-    assert costs.link_bytes_s == pytest.approx(1e6)
-    assert costs.of_plan("kvpr", 1, plain).kv_s == pytest.approx(64 / 1e6)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -268,45 +232,6 @@ def test_foreign_profiles_are_refused(changes: dict[str, Any], message: str, off
     with pytest.raises(ValueError, match=rf"megakv.offload.profile = .*{message}.*remove it, and it is measured anew"):
         # Nothing is computed in vain.
         offloaded(plain_model("opt"), profile=str(path), emulated_link_gb_s=LINK_GB_S)
-
-
-def test_a_pipeline_runs_at_the_pace_of_its_slower_side() -> None:
-    slow_link = StepTimes(sent_s=10.0, landed_s=4.0, recompute_s=3.0, last_s=1.0, layer_s=2.0, outside_s=1.0)
-    assert step_seconds([slow_link], 8) == pytest.approx(80.0)
-    slow_device = StepTimes(sent_s=4.0, landed_s=2.0, recompute_s=3.0, last_s=3.0, layer_s=6.0, outside_s=5.0)
-    assert step_seconds([slow_device], 8) == pytest.approx(8 * 9.0 + 5.0)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_full_pipelines_are_the_same_layer_by_layer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = random.Random(seed)
-
-    def group() -> StepTimes:
-        landed, recompute = generator.uniform(0, 2), generator.choice((0.0, generator.uniform(0, 3)))
-        return StepTimes(
-            sent_s=landed + generator.uniform(0, 4),
-            landed_s=landed,
-            recompute_s=recompute,
-            last_s=recompute * generator.random(),
-            layer_s=generator.uniform(0.1, 3),
-            host_s=generator.choice((0.0, 1.5)),
-            outside_s=generator.uniform(0, 2),
-            first_s=landed * generator.random(),
-            attend_s=generator.uniform(0, 1),
-        )
-
-    groups = [group() for _ in range(generator.choice((1, 1, 2, 5)))]
-    weights = generator.choice((RESIDENT, WeightTimes(generator.uniform(0, 1), generator.uniform(0, 5))))
-    layers = generator.choice((1, 2, 3, 30, 31))
-    quick = step_seconds(groups, layers, weights)
-    monkeypatch.setattr(offload_pipeline, "PERIODS", ())
-    assert quick == pytest.approx(step_seconds(groups, layers, weights), rel=1e-6)
-
-
-def test_what_cannot_come_ahead_is_waited_for() -> None:
-    times = StepTimes(sent_s=3.0, landed_s=0.0, recompute_s=0.0, last_s=0.0, layer_s=4.0, outside_s=5.0)
-    assert step_seconds([times], 6) == pytest.approx(6 * 4.0 + 5.0)
-    assert step_seconds([times], 6, ahead=False) == pytest.approx(3.0 + 6 * 4.0 + 5.0)
 
 
 def test_every_generation_brings_the_next_step_s_first_layers_ahead(offloaded: Any) -> None:

@@ -134,7 +134,7 @@ def test_attention_sees_rows_within_half_a_step(
     steps = engine._offloader.steps
     assert {step.report().kv_bits for step in steps} == {4}
     generate(exact, ids, mask)
-    row, packed = exact._offloader.costs.profile.row_bytes, engine._offloader.costs.profile.row_bytes
+    row, packed = exact._offloader.rates.row_bytes, engine._offloader.rates.row_bytes
     assert packed == row // 4 * (1 / 2 + 2 * 4 / 8) and packed < row / 2
     with torch.no_grad():
         wanted = model(ids, attention_mask=mask).logits[:, -1]

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from megakv.launcher.commands import check
-from megakv.offload.equations import GroupCosts
-from megakv.offload.method import Split
-from megakv.offload.methods import METHODS
+from megakv.offload.method import METHODS, Split
+from megakv.offload.prices import GroupPrices
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
 
 
@@ -21,7 +20,7 @@ class Half:
 
     recomputes, attends_on_host = True, False
 
-    def split(self, costs: GroupCosts) -> Split | None:
+    def split(self, costs: GroupPrices) -> Split | None:
         return (
             Split(costs.tokens, costs.inputs // 2, resident=costs.resident, chunk=costs.chunk) if costs.inputs else None
         )

@@ -16,11 +16,10 @@ from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.offload.equations import LayerCosts, shown_parts
 from megakv.offload.method import steady_split
+from megakv.offload.prices import GroupPrices, LayerPrices
 from megakv.offload.times import (
-    group_costs,
-    layer_costs,
+    layer_prices,
     layer_weight_bytes,
     moved_seconds,
     offloaded_step,
@@ -61,9 +60,9 @@ def test_auto_is_the_fastest_plan() -> None:
 
 def test_recomputation_is_as_fast_as_the_machine_says() -> None:
     flops = random.uniform(1e12, 1e14)
-    known = layer_costs(PROFILE.model_copy(update={"recompute_flops": flops}), LINK, MODEL)
+    known = layer_prices(PROFILE.model_copy(update={"recompute_flops": flops}), LINK, MODEL)
     assert known.recompute_s == pytest.approx(4 * 2048**2 / flops)
-    unknown = layer_costs(PROFILE.model_copy(update={"recompute_flops": None}), LINK, MODEL)
+    unknown = layer_prices(PROFILE.model_copy(update={"recompute_flops": None}), LINK, MODEL)
     assert unknown.recompute_s == pytest.approx(4 * 2048**2 / PROFILE.matmul_flops)
 
 
@@ -128,14 +127,14 @@ def model(kv_heads: int) -> ModelShape:
     return ModelShape(4096, 4 * 4096, 32000, 32, kv_heads, 128, 128, shapes, 32000 * 4096, torch.float16)
 
 
-def costs(kv_heads: int, sharers: int) -> LayerCosts:
-    return layer_costs(SHARED, LINK, model(kv_heads), device_s=2e-4, sharers=sharers)
+def costs(kv_heads: int, sharers: int) -> LayerPrices:
+    return layer_prices(SHARED, LINK, model(kv_heads), device_s=2e-4, sharers=sharers)
 
 
 @pytest.mark.parametrize("kv_heads", [32, 8])
 def test_the_processor_alone_falls_behind_and_the_division_does_not(kv_heads: int) -> None:
     tokens = 32 * 1024
-    groups = [group_costs(costs(kv_heads, n), tokens) for n in SHARERS]
+    groups = [GroupPrices(costs(kv_heads, n), tokens, tokens, tokens) for n in SHARERS]
     both = [steady_split(each, recompute=True, host=True) for each in groups]
     seconds = [each.steady_seconds(split.recomputed, split.on_host) for each, split in zip(groups, both, strict=True)]
     alone, plain = [each.steady_seconds(0, tokens) for each in groups], groups[0].steady_seconds(0)
@@ -144,7 +143,8 @@ def test_the_processor_alone_falls_behind_and_the_division_does_not(kv_heads: in
     assert all(each <= min(plain * n, time) for each, n, time in zip(seconds, (1, 1, 1, 2), alone, strict=True))
     hosted = [each.on_host for each in both]
     assert hosted == sorted(hosted, reverse=True) and hosted[0] > hosted[2]
-    assert (both[2].recomputed > 0) == (kv_heads == 32)
+    # An accelerator waits for the host when it has recomputed: the better of both ways takes all.
+    assert all(each.recomputed == 0 or each.on_host == 0 for each in both)
 
 
 def test_links_take_from_the_same_memory() -> None:
@@ -158,20 +158,3 @@ def test_the_host_makes_steps_shorter_the_fewer_share_it() -> None:
     times = [offloaded_step(SHARED, LINK, model(8), step, "pass_q", sharers=sharers).seconds for sharers in SHARERS]
     without = offloaded_step(PROFILE, LINK, model(8), step, "pass_q").seconds
     assert times == sorted(times) and times[0] < 0.25 * without and times[2] < without
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_what_a_step_showed_is_shared_by_what_it_can_be_due_to(seed: int) -> None:
-    generator = random.Random(seed)
-    tokens_s, fixed_s = (10 ** generator.uniform(-6, -2) for _ in range(2))
-    assert shown_parts(tokens_s + fixed_s, tokens_s, fixed_s) == pytest.approx((1.0, 1.0))
-    for factor in (0.01, 0.3, 1.5, 10.0):
-        seconds = factor * (tokens_s + fixed_s)
-        by_tokens, fixed = shown_parts(seconds, tokens_s, fixed_s)
-        assert by_tokens >= 0 and fixed >= 0
-        assert by_tokens * tokens_s + fixed * fixed_s == pytest.approx(seconds)
-    # Few tokens: what was waited for, not memory. Many: the other way round.
-    assert shown_parts(6e-4, 5e-5, 1e-4) == pytest.approx((1.0, 5.5), rel=0.15)
-    assert shown_parts(2e-2, 1e-2, 1e-4) == pytest.approx((2.0, 1.0), rel=0.2)
-    assert shown_parts(3e-4, 1e-4, 0.0) == pytest.approx((3.0, 1.0))
-    assert shown_parts(3e-4, 0.0, 0.0) == (1.0, 1.0)

@@ -16,8 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.distributed.sharding import Layout, TokenBlock, TokenTable
-from megakv.offload.method import Split
-from megakv.offload.methods import AUTO, METHODS
+from megakv.offload.method import AUTO, METHODS, Split
 from megakv.offload.prefetch import OutOfWindow, Windows
 from tests.families import CONFIGS, WINDOW
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
@@ -123,7 +122,7 @@ def test_only_what_is_seen_is_sent(name: str, offloaded: Callable[..., Any]) -> 
     ids = torch.randint(3, 190, (2, 90), generator=torch.Generator().manual_seed(5))
     engine = offloaded(copy.deepcopy(model), method="stream")
     generate(engine, ids, torch.ones_like(ids), **LONG)
-    row = engine._offloader.costs.profile.row_bytes
+    row = engine._offloader.rates.row_bytes
     steps = engine._offloader.steps[2:-1]
     # In a step, the first layers of the next one are brought, which see one token more.
     for step in steps:

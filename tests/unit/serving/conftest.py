@@ -14,10 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megakv
-from megakv.serving.http.listener import listening_socket
-from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.call import ServedModel
 from megakv.serving.http.server import HttpServer
-from megakv.serving.http.settings import HttpSettings
+from megakv.serving.http.settings import HttpSettings, listening_socket
 from megakv.serving.loop import ServingLoop
 from megakv.serving.settings import ServingSettings
 from tests.distributed.models import save_model

@@ -3,30 +3,30 @@
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
 
-from megakv.serving.http.channel import Bell, Channel
+from megakv.serving.http.answers import Channel, Mailbox
 from megakv.serving.request import Token
 
 
-def test_a_ring_wakes_all_that_wait() -> None:
+def test_a_mailbox_wakes_all_that_wait() -> None:
     async def main() -> None:
-        bell = Bell()
-        channels = [Channel(bell) for _ in range(5)]
+        mailbox = Mailbox()
+        channels = [Channel() for _ in range(5)]
         with ThreadPoolExecutor(1) as computing:
             for number in range(3):
                 waiting = [asyncio.create_task(channel.take(30)) for channel in channels]
                 await asyncio.sleep(0)
                 for channel in channels:
-                    computing.submit(channel.put, number, Token(number)).result()
+                    computing.submit(mailbox.put, channel, number, Token(number)).result()
                 assert await asyncio.gather(*waiting) == [[(number, Token(number))]] * len(channels)
 
     asyncio.run(asyncio.wait_for(main(), 20))
 
 
 def test_what_comes_after_the_end_is_not_kept() -> None:
-    async def begin() -> Bell:
-        return Bell()
+    async def begin() -> Mailbox:
+        return Mailbox()
 
-    bell = asyncio.run(begin())
+    mailbox = asyncio.run(begin())
     for _ in range(2):
-        bell.ring(asyncio.Event())
-    assert not bell._waiting
+        mailbox.put(Channel(), 0, Token(0))
+    assert not mailbox._events

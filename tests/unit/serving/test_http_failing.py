@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import openai
 import pytest
 
+from megakv.serving.http.parts import CONTEXT_TOKENS
 from megakv.serving.http.settings import HttpSettings
-from megakv.serving.http.text import CONTEXT_TOKENS
 from tests.distributed.models import prose
 from tests.unit.serving.conftest import MOST_S, NAME, Served, running
 

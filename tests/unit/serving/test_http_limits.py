@@ -12,9 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from megakv.serving.http.listener import listening_socket
-from megakv.serving.http.served_model import ServedModel
-from megakv.serving.http.settings import ApiKeys, HttpSettings
+from megakv.serving.http.call import ServedModel
+from megakv.serving.http.settings import ApiKeys, HttpSettings, listening_socket
 from megakv.serving.loop import ServingLoop
 from megakv.serving.request import Request
 from tests.unit.serving.conftest import MOST_S, NAME, check_error, running, wait_for
@@ -193,7 +192,7 @@ def test_two_lengths_of_a_body_are_refused_and_what_follows_is_not_read(order: i
 
 LISTENING = """
 import resource, sys
-from megakv.serving.http.listener import listening_socket
+from megakv.serving.http.settings import listening_socket
 from megakv.serving.http.settings import HttpSettings
 resource.setrlimit(resource.RLIMIT_NOFILE, (300, 1000))
 for connections in (40, 500, 5000):
@@ -243,7 +242,7 @@ def test_only_local_names_reach_a_local_server(url: str) -> None:
 def test_who_reads_nothing_is_left_and_nobody_waits_for_him(
     loop: tuple[ServingLoop, ServedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megakv.serving.http.listener.SEND_BYTES", 4096)
+    monkeypatch.setattr("megakv.serving.http.settings.SEND_BYTES", 4096)
     before = loop[0].stats()
     # It takes longer than the server waits, however fast the machine is.
     options = {"max_tokens": 480, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20, "ignore_eos": True}

@@ -9,10 +9,10 @@ from llguidance.hf import from_tokenizer
 from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.form import Form
+from megakv.serving.http.call import ServedModel
+from megakv.serving.http.chat_schemas import ChatBody
 from megakv.serving.http.errors import ApiError
-from megakv.serving.http.parts import CallsParts, Part, Parts, TemplateParts, free_parts
-from megakv.serving.http.schemas import ChatBody
-from megakv.serving.http.served_model import ServedModel
+from megakv.serving.http.parts import CallsParts, Part, Parts, TemplateParts
 from megakv.serving.request import Sampling
 from tests.unit.serving.tokenizers import byte_level
 
@@ -111,7 +111,7 @@ def cut(cutter: Parts, text: str) -> list[Part]:
 
 
 def parts(served: ServedModel, text: str) -> list[Part]:
-    return cut(free_parts(served, served.reader.encode("<user>a<assistant>"), [TOOL]), text)
+    return cut(served.parts(served.reader.encode("<user>a<assistant>"), [TOOL]), text)
 
 
 def test_answers_are_cut_into_parts(served: ServedModel) -> None:

@@ -5,7 +5,7 @@ import random
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from megakv.serving.http.text import BROKEN, MOST_TOKENS, MOST_WAITING, Detokenizer, StopStrings
+from megakv.serving.http.parts import BROKEN, MOST_TOKENS, MOST_WAITING, Detokenizer, StopStrings
 from tests.unit.serving.tokenizers import KINDS, random_text
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megakv.base.errors import MegaKVError
 from megakv.serving.plan import Await, Load, StoredPart
-from megakv.serving.prefix_store import PrefixStore
+from megakv.serving.worker import PrefixStore
 
 
 class Folder:

@@ -11,12 +11,18 @@ from typing import Any
 import psutil
 import pytest
 
-from megakv.serving.http.body_limits import LEAST_VALUES, MOST_ARGUMENTS, BodyLimits, BodyScanner
+from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
 from megakv.serving.http.errors import ApiError
-from megakv.serving.http.prompt_reader import PIECE_LETTERS, PromptReader
+from megakv.serving.http.prompt_reader import (
+    LEAST_VALUES,
+    MOST_ARGUMENTS,
+    PIECE_LETTERS,
+    BodyLimits,
+    BodyScanner,
+    PromptReader,
+)
 from megakv.serving.http.prompt_work import PLACES, SHORT, Lane, PromptWork
-from megakv.serving.http.response_schemas import ResponseBody
-from megakv.serving.http.schemas import ChatBody, CompletionBody
+from megakv.serving.http.schemas import CompletionBody
 from tests.unit.serving.tokenizers import byte_level, random_text
 
 MOST_S = 120.0
@@ -214,7 +220,7 @@ def has_begun(fork: psutil.Process) -> bool:
 
 def test_work_ends_with_whoever_waits_for_it(reader: PromptReader, work: PromptWork) -> None:
     async def main() -> None:
-        forks = psutil.Process(work._processes._process.pid).children
+        forks = psutil.Process(work._process.pid).children
         long = [[{"role": "user", "content": "漢字" * (1 << 20)}], [], {}]
         waiting = [asyncio.create_task(work.encode_chat("a", *long)) for _ in range(PLACES + 2)]
         # Whoever asked for its work knows by then which process it is. One that is stopped before never ends.
@@ -224,8 +230,8 @@ def test_work_ends_with_whoever_waits_for_it(reader: PromptReader, work: PromptW
             # Now it does not end by itself.
             fork.suspend()
         # Short work does not wait for it.
-        short = CompletionBody(model="m", prompt="ab")
-        assert await work.prompts("b", short) == [tuple(reader.encode("ab"))]
+        short = json.dumps({"model": "m", "prompt": "ab"}).encode()
+        assert (await work.read("b", CompletionBody, [short]))[1] == [tuple(reader.encode("ab"))]
         for each in waiting:
             each.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from megakv.serving.settings import ServingSettings
-from megakv.serving.shares import MOST_GONE, WINDOW_TOKENS, Shares
-from megakv.serving.turns import Reader, is_due, turns
+from megakv.serving.turns import MOST_GONE, WINDOW_TOKENS, Reader, Shares, is_due, turns
 from tests.unit.serving.simulated import VOCABULARY, Simulation
 
 

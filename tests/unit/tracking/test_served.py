@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megakv.serving.stats import ServingStats
-from megakv.serving.traffic_log import TrafficLog
+from megakv.serving.stats import ServingStats, TrafficLog
 from megakv.tracking.config import TrackingConfig
 from megakv.tracking.page import page
 from megakv.tracking.report import report_from_json, report_to_json

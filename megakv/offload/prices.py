@@ -18,8 +18,8 @@ Counts = Any
 
 
 @dataclass(frozen=True)
-class LayerCosts:
-    """What one layer's work costs at one step, in seconds; per token means per cached token of all sequences."""
+class LayerPrices:
+    """Prices of one layer at one step, in seconds; per token means per cached token of all sequences."""
 
     # Sending a token's keys and values, ``2 kv_dim p / v_com``, and its activations, ``h p / v_com`` (Equation 6 with
     # kv_dim in place of h where it is narrower).
@@ -95,8 +95,8 @@ class Placement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class GroupCosts:
-    """A layer's costs, and what it has cached of one group of sequences.
+class GroupPrices:
+    """A layer's prices, and what it has cached of one group of sequences.
 
     Of `tokens`, s', `inputs` have activations, the host may attend to `host`, and `resident` never leave the
     accelerator. `chunk` is the number of tokens of a chunk of activations; `placements` say where sequences' rows lie,
@@ -104,7 +104,7 @@ class GroupCosts:
     it is sent, so its time is a constant, as that of weights, unless the host attends to all of it (`kept_on_host`).
     """
 
-    layer: LayerCosts
+    layer: LayerPrices
     tokens: int
     inputs: int = 0
     host: int = 0
@@ -138,9 +138,9 @@ class GroupCosts:
         In each sequence the host's tokens come first, then those recomputed. What lies on disk comes at its own rate;
         where tokens cannot be divided evenly among sequences, each gives a fraction of one.
         """
-        costs = self.layer
+        prices = self.layer
         if not self.placements:
-            return costs.activation_s * recomputed, costs.kv_s * (self.away - on_host - recomputed) + self.kept_s
+            return prices.activation_s * recomputed, prices.kv_s * (self.away - on_host - recomputed) + self.kept_s
         tokens, inputs, rows, held = np.array(self.placements, dtype=np.float64).T
         first = _shares(on_host, rows)
         last = first + _shares(recomputed, np.maximum(0, inputs - first))
@@ -148,31 +148,41 @@ class GroupCosts:
         from_disk = (np.maximum(last, held) - np.maximum(first, held)).sum(axis=-1)
         kv_memory, kv_disk = np.maximum(0, rows - last).sum(axis=-1), (tokens - np.maximum(rows, last)).sum(axis=-1)
         return (
-            costs.activation_s * from_memory + costs.disk_activation_s * from_disk,
-            costs.kv_s * kv_memory + costs.disk_kv_s * kv_disk + self.kept_s,
+            prices.activation_s * from_memory + prices.disk_activation_s * from_disk,
+            prices.kv_s * kv_memory + prices.disk_kv_s * kv_disk + self.kept_s,
         )
 
-    def side_seconds(self, recomputed: Counts, on_host: Counts = 0) -> tuple[Any, Any]:
-        """A layer's work on the link, and on the accelerator."""
-        costs, chunks = self.layer, -(-recomputed // self.chunk)
+    def link_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
+        """A layer's work on the link."""
+        prices = self.layer
         inputs_s, rows_s = self.sent_seconds(recomputed, on_host)
-        transfers = chunks + ((recomputed + on_host < self.away) | (self.kept_here > 0))
-        sent = costs.head_s + costs.tail_s + costs.transfer_s * transfers + inputs_s + rows_s
-        attended = costs.attend_s * (self.tokens + self.kept_here - on_host)
-        return sent, costs.device_s + costs.launch_s * chunks + costs.recompute_s * recomputed + attended
+        transfers = -(-recomputed // self.chunk) + ((recomputed + on_host < self.away) | (self.kept_here > 0))
+        return prices.head_s + prices.tail_s + prices.transfer_s * transfers + inputs_s + rows_s
 
-    def others_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
-        """A layer among many, without the host's part: the next one's transfers run while it computes."""
-        return np.maximum(*self.side_seconds(recomputed, on_host))
+    def recompute_seconds(self, recomputed: Counts) -> Any:
+        """A layer's recomputation."""
+        return self.layer.launch_s * -(-recomputed // self.chunk) + self.layer.recompute_s * recomputed
+
+    def attend_seconds(self, on_host: Counts = 0) -> Any:
+        """Attention to cached tokens on the accelerator."""
+        return self.layer.attend_s * (self.tokens + self.kept_here - on_host)
 
     def host_seconds(self, on_host: Counts) -> Any:
-        """Until the host's part of attention is there: its queries come from the same layer, so nothing runs ahead."""
-        costs, on_host = self.layer, on_host + self.kept - self.kept_here
-        return (on_host > 0) * (costs.device_s + costs.host_fixed_s + costs.host_attend_s * on_host)
+        """Attention on the host."""
+        on_host = on_host + self.kept - self.kept_here
+        return (on_host > 0) * (self.layer.host_fixed_s + self.layer.host_attend_s * on_host)
+
+    def device_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
+        """A layer's work on the accelerator.
+
+        A layer's queries are known once it has recomputed: unlike transfers, the host's part cannot run ahead.
+        """
+        attended_s = np.maximum(self.attend_seconds(on_host), self.host_seconds(on_host))
+        return self.layer.device_s + self.recompute_seconds(recomputed) + attended_s
 
     def steady_seconds(self, recomputed: Counts, on_host: Counts = 0) -> Any:
-        """Seconds between two layers in the middle of many: the busiest of link, accelerator and host sets the pace."""
-        return np.maximum(self.others_seconds(recomputed, on_host), self.host_seconds(on_host))
+        """Seconds between two layers in the middle of many: the busier of link and accelerator sets the pace."""
+        return np.maximum(self.link_seconds(recomputed, on_host), self.device_seconds(recomputed, on_host))
 
 
 def _shares(total: Counts, limits: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -208,51 +218,28 @@ def placed(
     )
 
 
+def group_prices(
+    prices: LayerPrices,
+    placements: Sequence[Placement],
+    *,
+    attends: bool,
+    chunk: int = 256,
+    tokens: int | None = None,
+) -> GroupPrices:
+    """Prices of a group whose rows lie so: of all its `tokens`, those that are not placed stay on the accelerator."""
+    away = sum(placement.tokens for placement in placements)
+    tokens = away if tokens is None else tokens
+    return GroupPrices(
+        prices,
+        tokens,
+        inputs=sum(placement.inputs for placement in placements),
+        host=sum(placement.rows_in_memory for placement in placements) if attends else 0,
+        resident=tokens - away,
+        chunk=chunk,
+        placements=tuple(placements) if any(placement.on_disk for placement in placements) else (),
+    )
+
+
 def disk_seconds(nbytes: float, link_bytes_s: float, disk_bytes_s: float) -> float:
     """Seconds of the link for bytes on disk, at the slower of both rates; 0 of the disk's: it is not known."""
     return nbytes / (min(link_bytes_s, disk_bytes_s) if disk_bytes_s else link_bytes_s)
-
-
-def shown_rates(
-    nbytes: float, disk_nbytes: float, busy_s: float, link_bytes_s: float, disk_bytes_s: float
-) -> tuple[float, float]:
-    """Bandwidths of the link and of the disk that a transfer, some of it from disk, showed; 0 where it did not.
-
-    It shows that of the one that most of its time was spent on; the other is taken to be what it was.
-    """
-    memory_s = (nbytes - disk_nbytes) / link_bytes_s
-    disk_s = disk_seconds(disk_nbytes, link_bytes_s, disk_bytes_s)
-    if disk_s > memory_s:
-        return 0.0, disk_nbytes / (busy_s - memory_s) if busy_s > memory_s else 0.0
-    return (nbytes - disk_nbytes) / (busy_s - disk_s) if busy_s > disk_s else 0.0, 0.0
-
-
-def affine(few: tuple[int, float], many: tuple[int, float], *, share: float = 0.0) -> tuple[float, float]:
-    """Seconds per unit, and those that any number takes, from units and seconds of a few and of many.
-
-    Many take longer than a few by a `share` of their seconds, at least: noise may have swallowed the difference.
-    """
-    slope = max(many[1] - few[1], share * many[1]) / max(many[0] - few[0], 1)
-    return slope, max(0.0, few[1] - few[0] * slope)
-
-
-TOKENS_ERR, FIXED_ERR = 1.0, 4.0
-"""How far what was measured alone may be off beside other work, in parts of it: memory is shared with transfers, and
-calls wait for Python, which one thread has at a time."""
-
-
-def shown_parts(seconds: float, tokens_s: float, fixed_s: float) -> tuple[float, float]:
-    """What work took over what was expected of it: of what depends on its tokens, and of what does not.
-
-    One measurement cannot tell the two apart. What is more, or less, than expected goes to both by how much they may be
-    off: in the least squares' sense, that is the likeliest pair that adds up to what was measured.
-    """
-    if not (tokens_s or fixed_s):
-        # Of what was expected to take no time, a time shows nothing.
-        return 1.0, 1.0
-    by_tokens, by_fixed = (TOKENS_ERR * tokens_s) ** 2, (FIXED_ERR * fixed_s) ** 2
-    excess = (seconds - tokens_s - fixed_s) / (by_tokens + by_fixed)
-    tokens, fixed = max(0.0, tokens_s + excess * by_tokens), max(0.0, fixed_s + excess * by_fixed)
-    # Neither takes less than nothing.
-    scale = seconds / (tokens + fixed)
-    return (scale * tokens / tokens_s if tokens_s else 1.0), (scale * fixed / fixed_s if fixed_s else 1.0)

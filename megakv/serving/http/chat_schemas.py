@@ -1,0 +1,241 @@
+"""Bodies of ``/v1/chat/completions``, and of ``/v1/responses``, which has its own names for what that takes too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+
+from megakv.serving.http.schemas import (
+    MOST_FIELDS,
+    MOST_MESSAGES,
+    MOST_SETTINGS,
+    MOST_TOOLS,
+    Body,
+    Content,
+    Function,
+    FunctionName,
+    Ignored,
+    Message,
+    Name,
+    NamedTool,
+    SamplingBody,
+    SentBack,
+    Text,
+    TokenCount,
+    Tool,
+    at_most,
+)
+
+
+def one_of(allowed: str) -> WrapValidator:
+    """For a field of several kinds: what is allowed, in place of what each kind has against a value."""
+
+    def check(value: Any, kinds: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return kinds(value)
+        except ValidationError:
+            raise ValueError(f"allowed: {allowed}; not {value!r}") from None
+
+    return WrapValidator(check)
+
+
+class ToolsBody(SamplingBody):
+    """What both endpoints with tools take."""
+
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
+
+    @property
+    def arguments(self) -> Iterator[str]:
+        """Those of all calls that are sent back."""
+        raise NotImplementedError
+
+    @property
+    def must_call(self) -> bool:
+        """Whether an answer has to be calls of tools."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def named(self) -> str | None:
+        """The function that an answer has to call, where it is a certain one."""
+        return None if self.tool_choice is None or isinstance(self.tool_choice, str) else self.tool_choice.name
+
+
+class JsonSchema(Body):
+    """A schema by its name."""
+
+    name: Name
+    description: Text | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: Ignored = None
+
+
+class _Format(Body):
+    """Text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> _Format:
+        if (self.type == "json_schema") != (self.given is not None):
+            raise ValueError("a schema is there where the type is 'json_schema', and nowhere else")
+        return self
+
+    @property
+    def given(self) -> dict[str, Any] | None:
+        """The schema that comes with it."""
+        raise NotImplementedError
+
+    @property
+    def schema_of_json(self) -> dict[str, Any] | None:
+        """The schema that an answer's JSON is held to; None where it is any text."""
+        return {"type": "object"} if self.type == "json_object" else self.given
+
+
+class TextFormat(_Format):
+    """A format as ``/v1/chat/completions`` has it."""
+
+    json_schema: JsonSchema | None = None
+
+    @property
+    def given(self) -> dict[str, Any] | None:
+        return None if self.json_schema is None else self.json_schema.schema_ or {}
+
+
+class ResponseFormat(_Format, JsonSchema):
+    """A format as ``/v1/responses`` has it."""
+
+    name: Name = ""
+
+    @property
+    def given(self) -> dict[str, Any] | None:
+        return self.schema_
+
+
+class ChatBody(ToolsBody):
+    """Of ``/v1/chat/completions``."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
+    max_tokens: TokenCount | None = None
+    max_completion_tokens: TokenCount | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedTool | None,
+        one_of("""'auto', 'none', 'required' or {"type": "function", "function": {"name": NAME}}"""),
+    ] = None
+    response_format: TextFormat | None = None
+    chat_template_kwargs: Annotated[dict[Name, bool | int | float | str | None], at_most(MOST_FIELDS)] | None = None
+    reasoning_effort: Name | None = None
+    # It is parsed where streams are written.
+    generation_config: Annotated[str, Field(max_length=MOST_SETTINGS)] | None = None
+    store: Ignored = None
+    verbosity: Ignored = None
+
+    @model_validator(mode="after")
+    def _likeliest(self) -> ChatBody:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs: allowed only where logprobs is true")
+        return self
+
+    @property
+    def functions(self) -> list[Function]:
+        """That the model is told of."""
+        return [] if self.tool_choice == "none" else [tool.function for tool in self.tools or []]
+
+    @property
+    def arguments(self) -> Iterator[str]:
+        """As of `ToolsBody`."""
+        calls = (call for message in self.messages for call in message.tool_calls or [])
+        return (call.function.arguments for call in calls if call.function.arguments is not None)
+
+
+class ResponseText(Body):
+    """How a response's text is to look."""
+
+    format: ResponseFormat | None = None
+    verbosity: Ignored = None
+
+
+class ResponseMessage(SentBack):
+    """A message of ``/v1/responses``."""
+
+    type: Literal["message"] | None = None
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content
+
+
+class ResponseCall(SentBack):
+    """A call that an earlier response asked for."""
+
+    type: Literal["function_call"]
+    call_id: Name
+    name: Name
+    arguments: Text
+
+
+class ResponseCallOutput(SentBack):
+    """What a call came to."""
+
+    type: Literal["function_call_output"]
+    call_id: Name
+    output: Text
+
+
+class ResponseTool(Function):
+    """A tool of ``/v1/responses``."""
+
+    type: Literal["function"]
+
+
+class ResponseNamedTool(FunctionName):
+    """That an answer has to call."""
+
+    type: Literal["function"]
+
+
+class ResponseBody(ToolsBody):
+    """Of ``/v1/responses``."""
+
+    input: (
+        Text
+        | Annotated[
+            list[ResponseMessage | ResponseCall | ResponseCallOutput],
+            Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
+        ]
+    )
+    instructions: Text | None = None
+    previous_response_id: Name | None = None
+    max_output_tokens: TokenCount | None = None
+    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | ResponseNamedTool | None,
+        one_of("""'auto', 'none', 'required' or {"type": "function", "name": NAME}"""),
+    ] = None
+    text: ResponseText | None = None
+    store: bool | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+    include: Ignored = None
+    reasoning: Ignored = None
+
+    @property
+    def functions(self) -> list[Function]:
+        """That the model is told of."""
+        return [] if self.tool_choice == "none" else list(self.tools or [])
+
+    @property
+    def arguments(self) -> Iterator[str]:
+        """As of `ToolsBody`."""
+        items = [] if isinstance(self.input, str) else self.input
+        return (item.arguments for item in items if isinstance(item, ResponseCall))
