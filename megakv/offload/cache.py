@@ -192,6 +192,9 @@ class OffloadedCache(ShardedCache):
 
     def cut_back(self, slots: int) -> None:
         self._engine.abandon(self)
+        for layer in (layer for layer, store in enumerate(self._stores) if store is not None):
+            for strip in self.strips(layer):
+                strip.store.abandon()
         super().cut_back(slots)
 
 

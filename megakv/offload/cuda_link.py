@@ -21,9 +21,10 @@ from torch import Tensor
 
 from megakv.base.device import on_device
 from megakv.base.errors import in_units
+from megakv.base.laws import CombinationError
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
-from megakv.offload.link import Direction, Link, Move, Traffic, Transfer
+from megakv.offload.link import Direction, EmulatedLink, Link, Move, Traffic, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -126,11 +127,10 @@ class StreamLink(Link):
                     self._traffic[direction].end(transfer, self._streams.seconds(transfer.first, transfer.ended))
         return self._traffic
 
-    def _begin(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]) -> Transfer:
-        ready = self._streams.event(self._streams.current(), timed=False)
-        transfer = Transfer(direction, moves, after, ready, self._streams)
+    def _begin(self, transfer: Transfer) -> None:
+        direction = transfer.direction
         self._untimed[direction].append(transfer)
-        before = [*after, *([self._latest[direction]] if direction in self._latest else [])]
+        before = [*transfer.after, *([self._latest[direction]] if direction in self._latest else [])]
         self._latest[direction] = transfer
         if not transfer.file_bytes and all(other.made for other in before):
             try:
@@ -139,8 +139,7 @@ class StreamLink(Link):
             except Exception as problem:
                 transfer.work.set_exception(problem)
         else:
-            self._queue(transfer)
-        return transfer
+            super()._begin(transfer)
 
     def close(self) -> None:
         super().close()
@@ -205,3 +204,14 @@ class StreamLink(Link):
                 there.synchronize()
             coming.clear()
             raise
+
+
+def make_link(device: torch.device, emulated_gb_s: float | None) -> Link:
+    """The link of a device."""
+    if device.type != "cuda":
+        return EmulatedLink(None if emulated_gb_s is None else emulated_gb_s * 1e9)
+    if emulated_gb_s is not None:
+        raise CombinationError(
+            "machine", "megakv.offload.emulated_link_gb_s is for machines without an accelerator; leave it out on CUDA"
+        )
+    return StreamLink(CudaStreams(device))

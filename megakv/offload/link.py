@@ -114,21 +114,19 @@ class Transfer:
     """Copies under way, behind what was computed until the moment `begun`; it holds its moves, and what it comes after,
     until it is made. Whoever waits for a transfer that failed gets a MegaKVError.
 
-    Where an accelerator has `streams`, a transfer is made when all of it is queued there and all files are written;
-    what it copies goes from the event `first` in its stream to `ended`.
+    Where an accelerator has streams, a transfer is made when all of it is queued there and all files are written; what
+    it copies goes from the event `first` in its stream to `ended`.
     """
 
-    def __init__(
-        self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer], begun: Any, streams: Any = None
-    ):
-        self.direction, self.begun = direction, begun
+    def __init__(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer], clock: Any):
+        self.direction, self.begun = direction, clock.mark()
         self.moves, self.after = tuple(moves), tuple(after)
         self.nbytes = sum(move.nbytes for move in moves)
         self.file_bytes = sum(move.nbytes for move in moves if not move.in_memory)
         self.work: Future[None] = Future()
         self.first: Any = None
         self.ended: Any = None
-        self._streams, self._done = streams, False
+        self._clock, self._done = clock, False
 
     @property
     def made(self) -> bool:
@@ -166,7 +164,7 @@ class Transfer:
         """Let what this thread computes next come after the transfer."""
         self.work.exception()
         if self.ended is not None:
-            self.ended.wait(self._streams.current())
+            self.ended.wait(self._clock.current())
         self.join()
 
     def settle(self) -> None:
@@ -227,9 +225,13 @@ class Link(ABC):
         others = {id(other): other for place in places if (other := place.written if reads else place.read) is not None}
         # What could not be written cannot be read, ever.
         after = [other for other in others.values() if not other.done or (reads and other.error is not None)]
-        transfer = self._begin(direction, moves, after)
+        transfer = Transfer(direction, moves, after, self.clock)
+        self._begin(transfer)
         for place in places:
-            setattr(place, "read" if reads else "written", transfer)
+            if reads:
+                place.read = transfer
+            else:
+                place.written = transfer
         if not reads:
             self._outgoing.append(transfer)
         self._traffic[direction].nbytes += transfer.nbytes
@@ -241,16 +243,13 @@ class Link(ABC):
         while len(self._outgoing) > OUTGOING:
             self._outgoing.popleft().settle()
 
-    @abstractmethod
-    def _begin(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]) -> Transfer:
-        """Begin copies behind other transfers."""
+    def _begin(self, transfer: Transfer) -> None:
+        """Have it made, by the thread of its direction."""
+        transfer.work = self._threads[transfer.direction].submit(transfer.make, self._copy)
 
     @abstractmethod
     def _copy(self, transfer: Transfer) -> None:
-        """Copy what a transfer moves."""
-
-    def _queue(self, transfer: Transfer) -> None:
-        transfer.work = self._threads[transfer.direction].submit(transfer.make, self._copy)
+        """Copy what a transfer moves, behind those that it comes after."""
 
     def close(self) -> None:
         """End all transfers and give back threads or streams."""
@@ -268,11 +267,6 @@ class EmulatedLink(Link):
         super().__init__(HostClock())
         # The moment from which each emulated wire is free: oversleeping is made good by what follows at once.
         self._free: dict[Direction, float] = {"in": 0.0, "out": 0.0}
-
-    def _begin(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]) -> Transfer:
-        transfer = Transfer(direction, moves, after, self.clock.mark())
-        self._queue(transfer)
-        return transfer
 
     def _copy(self, transfer: Transfer) -> None:
         direction = transfer.direction

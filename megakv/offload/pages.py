@@ -9,12 +9,15 @@ from __future__ import annotations
 import gc
 import heapq
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from megakv.base.errors import MegaKVError, in_units
+from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Place
+from megakv.offload.weights import LayerWeights
 
 Tier = HostTier | DiskTier
 
@@ -143,3 +146,15 @@ class PagePool:
                 if page is not None:
                     return page
         return None
+
+
+def made_tiers(config: OffloadConfig, weights: LayerWeights | None, *, pin: bool, made: ExitStack) -> list[Tier]:
+    """Host memory and, where its budget holds a page, a file, without what weights have taken; `made` ends them."""
+    held, disk = (0, None) if weights is None else (weights.host_bytes, weights.disk)
+    page, left = config.page_kib << 10, config.disk_bytes - (0 if disk is None else disk.budget)
+    tiers: list[Tier] = [HostTier(config.host_bytes - held, pin=pin, unit=page)]
+    made.callback(tiers[0].close)
+    if left >= page:
+        tiers.append(DiskTier(left, config.disk_path, io=config.disk_io))
+        made.callback(tiers[1].close)
+    return tiers

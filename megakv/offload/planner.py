@@ -98,6 +98,7 @@ class Planner:
 
     def observe(self, record: StepRecord) -> None:
         """Take in what a step took."""
+        self._rates.learn(record, self._layers)
         if record.usual and record.steady and not record.profiled:
             tokens = record.split.tokens + record.kept + record.kept_on_host
             self._auto.observe(record.plan.name, tokens=tokens, measured_s=record.measured_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from megakv.offload.link import Link, Move
 from megakv.offload.method import Plan, Split, spread
 from megakv.offload.planner import Planner
 from megakv.offload.reach import OutOfWindow, Windows
-from megakv.offload.staging import Chunk, StagedLayer, StagingBuffer
+from megakv.offload.staging import Chunk, StagedLayer, StagingBuffer, unpack_runs
 from megakv.offload.store import Strip, TieredStore
 
 BUFFERS = 2
@@ -217,12 +218,6 @@ def _placed(
 def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Move]:
     """Copies of a strip's rows that are not recomputed to their places; what is resident is put there."""
     rows, cached, runs = staged.rows, staged.cached, list[tuple[int, int, int, int]]()
-    packed = None
-    if store.quantiser is not None:
-        streamed = sum(cached) - sum(staged.away) - sum(staged.splits)
-        packed = staged.buffer.take(f"packed {number}", streamed, store.stored_width, store.stored_dtype)
-        staged.packed = packed
-    filled = 0
     for sequence in staged.group:
         count = cached[sequence]
         begin = staged.away[sequence] + staged.splits[sequence]
@@ -236,12 +231,14 @@ def _bring_rows(store: TieredStore, number: int, staged: StagedLayer) -> list[Mo
             rows[place] = resident.rows[kept - resident.first :]
         for first, last in spans:
             if first < last:
-                row = staged.row(sequence, first)
-                if packed is not None:
-                    staged.unpacking.append((row, last - first))
-                    row, filled = filled, filled + last - first
-                runs.append((sequence, first, last - first, row))
-    return store.moves(rows if packed is None else packed, runs)
+                runs.append((sequence, first, last - first, staged.row(sequence, first)))
+    if store.quantiser is None or not runs:
+        return store.moves(rows, runs)
+    counts = [count for _, _, count, _ in runs]
+    bounds = [0, *accumulate(counts)]
+    packed = staged.buffer.take(f"packed {number}", bounds[-1], store.stored_width, store.stored_dtype)
+    staged.unpacking.append(partial(unpack_runs, store.quantiser, packed, rows, [row for *_, row in runs], counts))
+    return store.moves(packed, [(*run[:3], row) for run, row in zip(runs, bounds, strict=False)])
 
 
 def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Move]:
@@ -258,7 +255,7 @@ def _bring_bodies(staged: StagedLayer, bodies: Sequence[TieredBody]) -> list[Mov
             staged.bodies[body], first, own = body.within(block[span]), span.stop, block[span]
             if packed is not None:
                 own = packed[span]
-                staged.unpacking_bodies.append(partial(body.unpack, own, staged.bodies[body]))
+                staged.unpacking.append(partial(body.unpack, own, staged.bodies[body]))
             moves += body.moves(own)
     return moves
 

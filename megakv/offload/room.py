@@ -25,7 +25,6 @@ def check_room(
     store: TieredStore,
     windows: Sequence[int | None],
     runtime: Runtime,
-    *,
     prompt: int,
     new_tokens: int,
 ) -> None:

@@ -23,17 +23,17 @@ from megakv.forward.runtime import Runtime
 from megakv.injection.recomputation import Recomputation
 from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
+from megakv.offload.cuda_link import make_link
 from megakv.offload.host_attention import attend_on_host
 from megakv.offload.host_rank import HostParts, HostRank
 from megakv.offload.layer_columns import LayerColumns
-from megakv.offload.pages import PagePool
+from megakv.offload.pages import PagePool, made_tiers
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
 from megakv.offload.profile import Profiler
 from megakv.offload.rates import Rates
 from megakv.offload.record import StepLog, StepRecord
 from megakv.offload.residents import ResidentBudget
-from megakv.offload.resources import made_tiers, make_link
 from megakv.offload.room import check_room
 from megakv.offload.schedule import GroupSchedule
 from megakv.offload.store import Strip, TieredStore
@@ -72,8 +72,8 @@ class Offloader:
         self.schedule = GroupSchedule(config, model, Agreement(comm))
 
         with ExitStack() as made:
-            memory, disk = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
-            self.pool = PagePool([memory, *disk], config.page_kib << 10, layers=layers)
+            tiers = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
+            self.pool = PagePool(tiers, config.page_kib << 10, layers=layers)
             self._disk = self.pool.disk or (None if weights is None else weights.disk)
             self.link = made.enter_context(closing(make_link(self.device, config.emulated_link_gb_s)))
             if config.host_attends:
@@ -89,9 +89,7 @@ class Offloader:
                 # Behind the hooks of the weights: those are there when a layer's first group is computed.
                 made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
             self.residents = ResidentBudget(int(config.device_gb * GIB), layers)
-            sharers = comm.watch.neighbours
-            self.rates = Rates(Profiler(config, self.link, self._disk, self.device, sharers=sharers))
-            self._log = StepLog(self.link, comm.ledger, self._learn)
+            self.rates = Rates(Profiler(config, self.link, self._disk, self.device, sharers=comm.watch.neighbours))
             # A last rank that keeps everything waits for nobody, unless its heads are on several.
             alone = comm.mesh.tp_size == 1 and (comm.mesh.cp_size == 1 or runtime.planner.gathers)
             self._planner = Planner(
@@ -104,6 +102,7 @@ class Offloader:
                 leads=None if alone else comm.mesh.rank == 0,
                 weights=self.weights,
             )
+            self._log = StepLog(self.link, comm.ledger, self._planner.observe)
             self._prefetch = Prefetch(self._planner, self.link, layers=layers, device=self.device)
             made.callback(self._prefetch.drop_all)
             self._made = made.pop_all()
@@ -226,9 +225,8 @@ class Offloader:
         cache, layout = self._cache, self._layout
         if self._announced is None or cache is None or layout is None or cache.tier(store.layer) is not store:
             return
-        (prompt, new_tokens), self._announced = self._announced, None
-        given = {"prompt": prompt, "new_tokens": new_tokens}
-        check_room(self.pool, cache, layout, store, self._prefetch.windows, self._runtime, **given)
+        announced, self._announced = self._announced, None
+        check_room(self.pool, cache, layout, store, self._prefetch.windows, self._runtime, *announced)
 
     def leave(self, store: TieredStore) -> None:
         """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""
@@ -284,10 +282,6 @@ class Offloader:
         """Whether the pass under way compresses sequences again."""
         step = self._runtime.current
         return step is not None and bool(step.compression.evict)
-
-    def _learn(self, record: StepRecord) -> None:
-        self.rates.learn(record, self._layers)
-        self._planner.observe(record)
 
     def _prepare(self, store: TieredStore, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""

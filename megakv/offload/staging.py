@@ -22,7 +22,7 @@ from megakv.offload.host_rank import HostPart
 from megakv.offload.link import Transfer
 from megakv.offload.paged_rows import Runs
 from megakv.offload.record import StepRecord
-from megakv.offload.row_format import RowFormat
+from megakv.offload.row_format import GroupQuantiser, RowFormat
 
 UNPACKED_ELEMENTS = 1 << 24
 """That many are unpacked in one call, or one sequence: each takes memory while it lasts."""
@@ -61,6 +61,17 @@ class Chunk(NamedTuple):
     transfer: Transfer
 
 
+def unpack_runs(quantiser: GroupQuantiser, packed: Tensor, rows: Tensor, first: list[int], count: list[int]) -> None:
+    """Make rows ``[n, W]`` of packed ones, in few calls: runs of them, which came one behind the other."""
+    bounds = [0, *accumulate(count)]
+    for begin, end in alike(first, count):
+        each = max(1, UNPACKED_ELEMENTS // (rows.shape[1] * count[begin]))
+        for low in range(begin, end, each):
+            high = min(low + each, end)
+            target_BSW = stacked(rows.unsqueeze(0), first[low:high], count[low])[:, 0]
+            quantiser.unpack(packed[bounds[low] : bounds[high]], target_BSW)
+
+
 @dataclass
 class StagedLayer:
     """A layer's cached rows on the accelerator, or on their way there."""
@@ -89,12 +100,8 @@ class StagedLayer:
     chunks: list[Chunk] = field(default_factory=list)
     streamed: Transfer | None = None
     """The transfer of all other rows."""
-    packed: Tensor | None = None
-    """Where rows are quantised: what has come, ``[n, nbytes]``;"""
-    unpacking: list[tuple[int, int]] = field(default_factory=list)
-    """of it, the first row and how many there are, one behind the other;"""
-    unpacking_bodies: list[Callable[[], None]] = field(default_factory=list)
-    """and what makes the bodies."""
+    unpacking: list[Callable[[], None]] = field(default_factory=list)
+    """Where rows are quantised: what makes them, and bodies, of those that have come."""
     bodies: dict[Body, RaggedBody] = field(default_factory=dict)
     """What compression kept of the sequences, in its place; it comes with the streamed rows."""
     left: Sequence[Body] = ()
@@ -144,25 +151,10 @@ class StagedLayer:
         if self.streamed is not None:
             self.streamed.wait()
             self.streamed = None
-            self._unpack()
+            for unpack in self.unpacking:
+                unpack()
+            self.unpacking = []
         record.arrived(begun)
-
-    def _unpack(self) -> None:
-        """Make rows of packed ones, in few calls."""
-        quantiser, packed = self.store.quantiser, self.packed
-        first, count = [row for row, _ in self.unpacking], [rows for _, rows in self.unpacking]
-        bounds = [0, *accumulate(count)]
-        for begin, end in alike(first, count) if count else ():
-            assert packed is not None and quantiser is not None
-            each = max(1, UNPACKED_ELEMENTS // (self.rows.shape[1] * count[begin]))
-            for low in range(begin, end, each):
-                high = min(low + each, end)
-                target_BSW = stacked(self.rows.unsqueeze(0), first[low:high], count[low])[:, 0]
-                quantiser.unpack(packed[bounds[low] : bounds[high]], target_BSW)
-        # Also on a rank that has no head of its own here, and so no rows.
-        for unpack in self.unpacking_bodies:
-            unpack()
-        self.unpacking, self.unpacking_bodies = [], []
 
     def recompute(self, layer: int, table: TokenTable, rank: int, recomputation: Recomputation) -> None:
         """Make keys and values of activations, chunk by chunk as they land."""

@@ -115,7 +115,7 @@ class TieredStore(TieredRows, SpanStore):
         if staged is not None:
             staged.await_streamed()
             at = staged.starts[sequence]
-            return self.heads_of(staged.rows[at : staged.row(sequence, self.lengths()[sequence])])
+            return self.heads_of(staged.rows[at : staged.row(sequence, self._length(sequence))])
         for sequences, firsts, rows in self._new:
             if sequence in sequences and firsts[index := sequences.index(sequence)] == gone:
                 return self.heads_of(rows.chunk(len(sequences))[index])
@@ -124,7 +124,7 @@ class TieredStore(TieredRows, SpanStore):
     def runs(self, sequence: int) -> Sequence[Pair]:
         if not self._open or sequence not in self._held:
             return [self.part(sequence)] if self.rows(sequence) > self.gone(sequence) else []
-        before = [self._others(sequence)] if self.lengths()[sequence] > self.gone(sequence) else []
+        before = [self._others(sequence)] if self._length(sequence) > self.gone(sequence) else []
         return [*before, self.part(sequence)]
 
     def parts(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[Part]:
@@ -161,7 +161,7 @@ class TieredStore(TieredRows, SpanStore):
     def save(self, sequence: int, slots: IntArray) -> dict[str, StreamedTensor]:
         """From where the rows lie, without the accelerator."""
         self.flush()
-        first, last = self.gone(sequence), self.lengths()[sequence]
+        first, last = self.gone(sequence), self._length(sequence)
         if first == last:
             return {}
         shape = self.head_shape
@@ -180,32 +180,29 @@ class TieredStore(TieredRows, SpanStore):
         held = self._held.get(sequence)
         return self._rows[sequence].length + (0 if held is None else len(held))
 
+    def _length(self, sequence: int) -> int:
+        """Rows without those of an open turn."""
+        return self._rows[sequence].length if self._open else self.rows(sequence)
+
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
         return self.engine.attend_on_host(self.strips, call, q_HLD, tokens)
 
-    def release(self, sequence: int, rows: int) -> None:
-        held = self._held.get(sequence)
-        if held is not None:
-            self._hold(sequence, held[: max(0, len(held) - rows)])
-            rows -= min(rows, len(held))
-        if rows:
-            super().release(sequence, rows)
-
-    def _hold(self, sequence: int, rows: Tensor) -> None:
-        if len(rows):
-            self._held[sequence] = rows
-        else:
-            self._held.pop(sequence, None)
-
     def crop(self, sequence: int, length: int) -> None:
-        self.flush()
-        if length < self.rows(sequence):
+        """Rows in tiers are left as they are, and what was brought of them, where those that are cut are held here."""
+        before = self._rows[sequence].length
+        if (held := self._held.pop(sequence, None)) is not None and length > before:
+            self._held[sequence] = held[: length - before]
+        if length < before:
+            self.abandon()
             self.version += 1
-        if (held := self._held.get(sequence)) is not None:
-            self._hold(sequence, held[: max(0, length - self._rows[sequence].length)])
-        self._truncate(sequence, length)
+            self._truncate(sequence, length)
+
+    def abandon(self) -> None:
+        """End the layer's work at once, with nothing of what was brought or is to come for it."""
+        self.flush()
         self.staged = None
         self._leave()
+        self._offered.clear()
 
     def reorder(self, index: list[int]) -> None:
         if index != [*self.sequences]:
@@ -303,5 +300,5 @@ class TieredStore(TieredRows, SpanStore):
             if staged.streamed is not None:
                 staged.await_streamed()
             first = staged.away[sequence]
-            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, self.lengths()[sequence])]
+            rows = staged.rows[staged.row(sequence, first) : staged.row(sequence, self._length(sequence))]
             self.residents.move(sequence, first, rows)

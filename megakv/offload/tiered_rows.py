@@ -215,7 +215,6 @@ class TieredRows(RowFormat):
         for paged in (self._rows[sequence], self._inputs[sequence]):
             paged.truncate(length)
         self.residents.crop(sequence, length)
-        self._offered.pop(sequence, None)
 
     def _reorder(self, index: list[int]) -> None:
         self.version += 1

@@ -125,3 +125,47 @@ def test_packed_bodies_come_where_a_rank_has_no_head_of_its_own(own_heads: int) 
     staged.await_streamed()
     assert (staged.bodies[tiered].k_nD - body.k_nD).abs().max() < 0.02
     link.close()
+
+
+def test_an_open_turn_is_held_here_and_follows_what_came_before_when_it_ends() -> None:
+    link, cpu = EmulatedLink(), torch.device("cpu")
+    config, residents = OffloadConfig(enabled=True, host_gb=1), ResidentBudget(0, 1)
+    engine: Any = SimpleNamespace(config=config, link=link, pool=make_pool(400), device=cpu, residents=residents)
+    engine.expect = engine.leave = lambda store: None
+    store, expected = TieredStore(0, 2, engine), torch.randn(2, 40, 4)
+
+    def add(to: TieredStore, sequence: int, last: int) -> None:
+        rows = expected[:, to.rows(sequence) : last] + sequence
+        to.append(sequence, rows, -rows)
+
+    def check(own: TieredStore, sequence: int, rows: int) -> None:
+        coordinates = np.arange(rows)
+        (part,) = own.parts(sequence, coordinates, coordinates)
+        assert torch.equal(part.k_KSD, expected[:, :rows] + sequence) and torch.equal(part.v_KSD, -part.k_KSD)
+        pieces = [keys for head, keys, _, _ in own.pieces(sequence) if head == 1]
+        assert torch.equal(torch.cat(pieces), part.k_KSD[1]) and own.rows(sequence) == rows
+
+    store.begin(complete=True)
+    for sequence in range(2):
+        add(store, sequence, 10)
+    store.finish()
+    for last, ends in ((17, False), (25, False), (31, True)):
+        store.begin(complete=False, turn=True, ends=ends)
+        for sequence in range(2):
+            add(store, sequence, last)
+            check(store, sequence, last)
+            assert store.part(sequence)[0].shape[1] == last - 10 and store.lengths() == [10, 10]
+        if last == 25:
+            twin = store.fork()
+            add(twin, 1, 40)
+            twin.release(0, 12)
+            twin.crop(1, 5)
+            check(twin, 1, 5)
+            twin.reorder([1, 0])
+            assert (twin.rows(0), twin.rows(1)) == (5, 13) and store.rows(1) == 25
+            check(store, 1, 25)
+        store.finish()
+    assert store.lengths() == [31, 31]
+    for sequence in range(2):
+        check(store, sequence, 31)
+    link.close()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megakv.base.errors import MegaKVError
+from megakv.offload.cuda_link import make_link
 from megakv.offload.link import EmulatedLink, Move, Place
-from megakv.offload.resources import make_link
 
 
 class Gate:
