@@ -40,7 +40,7 @@ from megakv.fairkv.profile import load_budgets
 CACHE = Path(os.path.relpath(Path(__file__).resolve().parent.parent / ".cache"))  # As results show it
 COMPRESSED, PROFILE = "compressed", "profile"
 ONLY = (EXACT, PROFILE, COMPRESSED)
-"""Tokens beside transformers', on one rank and on all, in fp32; budgets by megakv fairkv-profile; scores."""
+"""Tokens beside transformers', on one rank and on all, in fp32; budgets by megakv fairkv profile; scores."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -107,11 +107,11 @@ def profile_heads(arguments: argparse.Namespace, parts: Any) -> None:
         files[-1].write_text("".join(f"{json.dumps(item.text)}\n" for item in several[-arguments.profile_items :]))
     options = {"--model": arguments.model, "--config": config, "--json": path, "--ranks": 1}
     options |= {"--budget": arguments.budgets[len(arguments.budgets) // 2], "--threads": arguments.threads}
-    command = [sys.executable, "-m", "megakv", "fairkv-profile", "--prompts", *files, "--no-chat-template"]
+    command = [sys.executable, "-m", "megakv", "fairkv", "profile", "--prompts", *files, "--no-chat-template"]
     command += [word for option in options.items() for word in option]
     done = subprocess.run([*map(str, command)], timeout=arguments.timeout, env=rank_environment(arguments))
     if done.returncode:
-        raise ValueError("megakv fairkv-profile has failed")
+        raise ValueError("megakv fairkv profile has failed")
 
 
 def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:

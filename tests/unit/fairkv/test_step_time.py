@@ -233,7 +233,7 @@ def test_command(tmp_path: Path, write_json: Callable[[str, Any], Path], capsys:
     rows = skewed(config.num_hidden_layers, config.num_key_value_heads)
     profile = write_json("p.json", {"model": "x/tiny", "budgets": rows})
     out, png = tmp_path / "out.json", tmp_path / "gain.png"
-    command = ["fairkv-map", "--profile", str(profile), "--tp", "2", "--json", str(out)]
+    command = ["fairkv", "map", "--profile", str(profile), "--tp", "2", "--json", str(out)]
     known = ["--model", str(tmp_path / "tiny"), "--hardware", "cpu"]
     assert main([*command, *known, "--batch", "3", "--png", str(png)]) == 0
     printed, found = json.loads(capsys.readouterr().out), load_mapping(out)
