@@ -60,7 +60,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--profile-items", {"": 2, "quick": 1}, "of each task at the shortest length, for the profile")
     options.add("--batch", 4, "prompts that are read together")
     options.choice("--dtype", DTYPES, "bf16", "of compressed runs and the profile; tokens are compared in fp32")
-    text = "budgets of megakv fairkv-profile, headkv's importances (default: measured, of --profile-items)"
+    text = "budgets of megakv fairkv profile, headkv's importances (default: measured, of --profile-items)"
     options.add("--profile", None, text, kind=str)
     arguments = options.parse(argv)
     if arguments.ranks < 2:
@@ -89,11 +89,11 @@ def profile_heads(arguments: argparse.Namespace, path: Path) -> None:
         files[-1].write_text("".join(f"{json.dumps(item.text)}\n" for item in several[-arguments.profile_items :]))
     options = {"--model": arguments.model, "--config": config, "--json": path, "--ranks": 1}
     options |= {"--budget": arguments.budgets[len(arguments.budgets) // 2], "--threads": arguments.threads}
-    command = [sys.executable, "-m", "megakv", "fairkv-profile", "--prompts", *files, "--no-chat-template"]
+    command = [sys.executable, "-m", "megakv", "fairkv", "profile", "--prompts", *files, "--no-chat-template"]
     command += [word for option in options.items() for word in option]
     done = subprocess.run([*map(str, command)], timeout=arguments.timeout, env=rank_environment(arguments))
     if done.returncode:
-        raise ValueError("megakv fairkv-profile has failed")
+        raise ValueError("megakv fairkv profile has failed")
 
 
 def launches(arguments: argparse.Namespace, folder: Path) -> Iterator[Launch]:

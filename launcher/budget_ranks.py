@@ -1,4 +1,4 @@
-"""Measure a budget profile: what every rank of ``megakv fairkv-profile`` runs.
+"""Measure a budget profile: what every rank of ``megakv fairkv profile`` runs.
 
 On several hosts start them by hand:
 ``deepspeed --hostfile FILE --module megakv.launcher.budget_ranks --model DIR --prompts ... --json P``.

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from megakv.base.errors import MegaKVError, require_extra
 from megakv.launcher.commands import EXTRA_OF, SUMMARIES
+from megakv.launcher.commands.fairkv import check_names
 from megakv.launcher.process import UNREAD
 from megakv.tracking.files import check_outputs, write_whole
 from megakv.version import __version__
@@ -88,6 +89,7 @@ def _run(argv: list[str]) -> int:
     # DeepSpeed's warnings go to standard output, where they would stand before a result.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
     try:
+        check_names(argv[:2])
         arguments = _parser(argv[:1]).parse_args(argv)
         _check_values(argv)
         path = getattr(arguments, "result_file", None)

@@ -156,22 +156,8 @@ def run_job(
         end = sequences.shape[1] - report.new_tokens
         if with_logits:
             asked.append(given_turn(sequences[:, :end], output))
-        tokens = sequences[0, end:].tolist()
-        text = tokenizer.decode(tokens, skip_special_tokens=True)
         reports.append(report)
-        answers.append(
-            Answer(
-                question=question.text,
-                answer=text,
-                tokens=tokens,
-                prompt_tokens=report.prompt_tokens,
-                cached_tokens=report.cached_tokens,
-                ttft_s=report.ttft_s,
-                ttit_s=report.ttit_s,
-                step_s=report.step_s,
-                new_tokens=len(tokens),
-            )
-        )
+        answers.append(answer_of(question.text, report, sequences, tokenizer))
     logits = None
     if arguments.compare and first:
         equal, logits = compare_turns(model, engine, asked, options, arguments.seed)
@@ -187,6 +173,22 @@ def run_job(
     engine.destroy()
     gc.unfreeze()
     return outcome
+
+
+def answer_of(question: str, report: RunReport, sequences: Tensor, tokenizer: PreTrainedTokenizerBase) -> Answer:
+    """The answer at the end of ``[1, S]`` tokens, and what its turn's report says of it."""
+    tokens = sequences[0, sequences.shape[1] - report.new_tokens :].tolist()
+    return Answer(
+        question=question,
+        answer=tokenizer.decode(tokens, skip_special_tokens=True),
+        tokens=tokens,
+        prompt_tokens=report.prompt_tokens,
+        cached_tokens=report.cached_tokens,
+        new_tokens=report.new_tokens,
+        ttft_s=report.ttft_s,
+        ttit_s=report.ttit_s,
+        step_s=report.step_s,
+    )
 
 
 def check_conversation(prompts: Sequence[Tensor], options: dict[str, Any], limits: LengthLimits) -> None:

@@ -1,4 +1,4 @@
-"""Profile a model's heads, map them, and measure what that gains: what every rank of ``megakv fairkv`` runs.
+"""Profile a model's heads, map them, and measure what that gains: what every rank of ``megakv fairkv place`` runs.
 
 On several hosts start them by hand:
 ``deepspeed --hostfile FILE --module megakv.launcher.mapping_ranks --model DIR --prompts ... --tp N``.
@@ -7,33 +7,61 @@ On several hosts start them by hand:
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 import megakv
 from megakv.engine.config import MegaKVConfig
+from megakv.fairkv.figures import draw_mapping, draw_profile
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import HeadMapping
 from megakv.fairkv.profile import BudgetProfile, ModelIdentity, make_profile
 from megakv.launcher.budget_ranks import measure, print_tables, tokenized
-from megakv.launcher.commands.fairkv import add_rank_arguments, check, read_budgets
 from megakv.launcher.commands.fairkv_map import step_times
+from megakv.launcher.commands.fairkv_place import RESULT, add_rank_arguments, check, read_budgets
 from megakv.launcher.conversation import read_tokenizer
 from megakv.launcher.gain import Gain
 from megakv.launcher.job import JobParser, generation_options, print_files
-from megakv.launcher.mapping_folder import MappingFolder
 from megakv.launcher.placements import Placement, read_in_turn
 from megakv.launcher.process import own_rank, quiet_libraries, report_errors
 from megakv.launcher.prompts import Prompt, read_prompts
 from megakv.launcher.settings import run_config, run_settings
+from megakv.tracking.files import write_whole
+from megakv.tracking.page import Picture, page
+from megakv.tracking.report import report_to_json
 from megakv.tracking.tracker import log_runs
 from megakv.tracking.wandb_run import check_wandb_installed
 from megakv.weights.folder import local_directory, read_config
 
 Prompts = Sequence[tuple[Prompt, Tensor]]
+
+
+class Folder:
+    """The folder that rank 0 writes; `written` are its files by kind."""
+
+    def __init__(self, path: str):
+        self.path = Path(path).resolve()
+        self.written: dict[str, Path] = {}
+
+    @property
+    def mapping(self) -> Path:
+        """Where the mapping goes, for all ranks to read."""
+        return self.path / "mapping.json"
+
+    def at(self, kind: str, name: str) -> Path:
+        """Where the file of a kind goes."""
+        self.written[kind] = self.path / name
+        return self.written[kind]
+
+    def write(self, kind: str, name: str, text: str) -> None:
+        """Write the file of a kind; a name may be an absolute path."""
+        write_whole(self.at(kind, name), text.encode())
 
 
 def profiled(
@@ -60,7 +88,7 @@ def profiled(
 
 
 def mapped(
-    engine: megakv.MegaKVEngine, arguments: argparse.Namespace, profile: BudgetProfile, folder: MappingFolder
+    engine: megakv.MegaKVEngine, arguments: argparse.Namespace, profile: BudgetProfile, folder: Folder
 ) -> HeadMapping:
     """The placement that a profile asks for; rank 0 finds and writes it. Every rank must call it."""
 
@@ -72,8 +100,10 @@ def mapped(
             times = step_times(arguments.hardware, str(directory), tp_size=tp_size)
         mapping = map_heads(profile, tp_size=tp_size, copies=arguments.copies, times=times)
         if arguments.budgets is None:
-            folder.write_profile(profile)
-        folder.write_mapping(profile, mapping)
+            profile.save(folder.at("profile", "budgets.json"))
+        mapping.save(folder.at("mapping", folder.mapping.name))
+        draw_profile(profile, folder.at("kept tokens", "budgets.png"))
+        draw_mapping(mapping, folder.at("loads of ranks", "mapping.png"))
         return mapping
 
     with engine.agreement.call():
@@ -100,7 +130,7 @@ class Outcome:
     tokens_equal: bool | None  # None where the mapping was declined.
 
 
-def compare(arguments: argparse.Namespace, config: MegaKVConfig, prompts: Prompts, folder: MappingFolder) -> Outcome:
+def compare(arguments: argparse.Namespace, config: MegaKVConfig, prompts: Prompts, folder: Folder) -> Outcome:
     """Profile, map, and measure both placements. Every rank must call it."""
     engine = megakv.init_inference(arguments.model, config)
     profile, held_out = profiled(engine, arguments, prompts, config.megakv.fairkv.method)
@@ -120,10 +150,11 @@ def compare(arguments: argparse.Namespace, config: MegaKVConfig, prompts: Prompt
     return found
 
 
-def publish(found: Outcome, arguments: argparse.Namespace, config: MegaKVConfig, folder: MappingFolder) -> None:
+def publish(found: Outcome, arguments: argparse.Namespace, config: MegaKVConfig, folder: Folder) -> None:
     """Write what was found, and say it; the result comes last. Rank 0 calls it."""
     gain, placements = found.gain, [each for each in found.placements if each.step_s]
-    folder.write_config(run_values(arguments, config, str(folder.mapping) if gain.taken else None))
+    run = run_values(arguments, config, str(folder.mapping) if gain.taken else None)
+    folder.write("run's JSON", "config.json", json.dumps(run, indent=2) + "\n")
     if placements:
         print(f"\n{'heads':<12} {'ms a step':>10}  utilisation by kept tokens")
         for each in placements:
@@ -132,7 +163,13 @@ def publish(found: Outcome, arguments: argparse.Namespace, config: MegaKVConfig,
         tokenizer = read_tokenizer(arguments.model)
         settings = {name: value for name, value in vars(arguments).items() if value is not None}
         runs = [(each.name, each.report(tokenizer, settings)) for each in placements]
-        folder.write_runs(runs, gain.sentence(), found.profile, found.mapping)
+        for name, report in runs:
+            folder.write(f"report, {name}", f"{name}.json", report_to_json(report))
+        pictures = (
+            Picture.of(partial(draw_mapping, found.mapping), "loads of ranks, contiguous and mapped"),
+            Picture.of(partial(draw_profile, found.profile), "tokens kept by KV heads"),
+        )
+        folder.write("page", "page.html", page(runs, [gain.sentence(), *pictures]))
         wandb = run_config(arguments).megakv.tracking.wandb
         if wandb.enabled:
             folder.written["W&B run"] = log_runs(runs, wandb)
@@ -146,7 +183,9 @@ def publish(found: Outcome, arguments: argparse.Namespace, config: MegaKVConfig,
         **gain.values(),
         "placements": {each.name: each.values() for each in placements},
     }
-    folder.write_result(values, arguments.json)
+    result = folder.at("result", RESULT if arguments.json is None else str(Path(arguments.json).resolve()))
+    files = {kind: str(file) for kind, file in folder.written.items()}
+    write_whole(result, (json.dumps({**values, "files": files}, indent=1) + "\n").encode())
     print_files(folder.written.items(), None)
     print(f"result: {gain.sentence()}", flush=True)
 
@@ -160,7 +199,7 @@ def main() -> None:
     quiet_libraries()
     with report_errors():
         arguments = parser.parse_args()
-        config, folder = check(arguments), MappingFolder(arguments.out)
+        config, folder = check(arguments), Folder(arguments.out)
         check_wandb_installed(run_config(arguments).megakv.tracking.wandb)
         texts = read_prompts(arguments.prompts, field=arguments.field)
         prompts = tokenized(arguments, config, texts, new_tokens=arguments.max_new_tokens)

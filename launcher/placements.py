@@ -15,9 +15,10 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from megakv.engine.engine import MegaKVEngine
+from megakv.launcher.job import answer_of
 from megakv.launcher.process import own_rank
 from megakv.launcher.prompts import Prompt
-from megakv.tracking.report import Answer, RunReport
+from megakv.tracking.report import RunReport
 
 
 @dataclass
@@ -62,24 +63,11 @@ class Placement:
         last = self.sequences[-len(self.reports) :]
         first = next(iter(self.reports.values()))
         first.settings = settings
-        first.answers = [_answer(*reading, tokenizer) for reading in zip(self.reports.items(), last, strict=True)]
+        first.answers = [
+            answer_of(source, report, sequence, tokenizer)
+            for (source, report), sequence in zip(self.reports.items(), last, strict=True)
+        ]
         return first
-
-
-def _answer(reading: tuple[str, RunReport], sequence: Tensor, tokenizer: PreTrainedTokenizerBase) -> Answer:
-    source, report = reading
-    tokens = sequence[0, -report.new_tokens :].tolist()
-    return Answer(
-        question=source,
-        answer=tokenizer.decode(tokens, skip_special_tokens=True),
-        tokens=tokens,
-        prompt_tokens=report.prompt_tokens,
-        cached_tokens=report.cached_tokens,
-        new_tokens=report.new_tokens,
-        ttft_s=report.ttft_s,
-        ttit_s=report.ttit_s,
-        step_s=report.step_s,
-    )
 
 
 def read_in_turn(

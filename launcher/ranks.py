@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TIMEOUT_S = 600.0
-OWN = ("command", "run", "ranks", "local_rank")
+OWN = ("command", "verb", "run", "ranks", "local_rank")
 """Of the arguments of a command, those that its ranks do not take."""
 SAID = (1, 130, UNREAD)
 """Statuses of ranks that have said why they ended, or need not: `process.report_errors`."""

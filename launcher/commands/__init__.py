@@ -14,11 +14,9 @@ SUMMARIES = {
     "profile": "Measure this machine's compute, memory and links once, for the choice of methods.",
     "fit-policy": "Time pass-KV against pass-Q at many (T, P) and fit the rule of the policy ``fitted``.",
     "search-partition": "Search on real ranks for the partitions with which KV-Runahead is fastest, and keep them.",
-    "fairkv": "Profile prompts, map KV heads to ranks, and measure that run against neighbouring heads.",
-    "fairkv-profile": "Run a model over prompts with compression and write what every KV head keeps.",
+    "fairkv": "Profile what KV heads keep, map them to ranks, or both and what that gains: profile, map, place.",
     "plan": "Rank what can be run on some machines, and write the JSON of the best.",
     "simulate": "Play a run through, event by event: slow ranks, slow links and noise included.",
-    "fairkv-map": "Place KV heads with different budgets on ranks, with copies, so that ranks wait less.",
     "dry-run": "Build the ranks of a run without weights, check all shapes and shards, and add up memory per rank.",
 }
 EXTRA_OF = {
@@ -28,7 +26,5 @@ EXTRA_OF = {
     "fit-policy": "plan",
     "profile": "plan",
     "plan": "plan",
-    "fairkv": "plan",
-    "fairkv-map": "plan",
 }
 """Extras that commands need from their first moment on."""

@@ -1,4 +1,4 @@
-"""``megakv fairkv-map``: from a budget profile to KV heads on ranks. Starts no rank."""
+"""``megakv fairkv map``: from a budget profile to KV heads on ranks. Starts no rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``megakv fairkv-profile``: what it is asked for, and whether it can work."""
+"""``megakv fairkv profile``: what it is asked for, and whether it can work."""
 
 from __future__ import annotations
 

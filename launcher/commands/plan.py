@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--allow-lossy", action="store_true", help="also FP8 weights, and compressed caches where nothing else fits"
     )
-    text = "profile of megakv fairkv-profile: what KV heads keep of compressed caches, and are placed by on ranks"
+    text = "profile of megakv fairkv profile: what KV heads keep of compressed caches, and are placed by on ranks"
     parser.add_argument("--budgets", metavar="FILE", help=text)
     text = "write the mapping of KV heads of the best choice to this file, if one is faster than heads in runs"
     parser.add_argument("--mapping", metavar="FILE", help=text)

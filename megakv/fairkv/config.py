@@ -39,7 +39,7 @@ class FairKVConfig(Section):
     after a prompt: docs/fairkv.md#eviction-while-decoding."""
 
     mapping: str | None = None
-    """File that ``megakv fairkv-map`` wrote: which tensor-parallel rank holds which KV heads of each layer. Works with
+    """File that ``megakv fairkv map`` wrote: which tensor-parallel rank holds which KV heads of each layer. Works with
     and without a ``budget``."""
 
     copies: Copies = "tokens"
@@ -77,7 +77,7 @@ class FairKVConfig(Section):
             raise CombinationError(
                 "needs",
                 f"megakv.fairkv.copies = {self.copies!r} is given, but no KV head has a copy without "
-                "megakv.fairkv.mapping: set it to a file that megakv fairkv-map --copies C wrote",
+                "megakv.fairkv.mapping: set it to a file that megakv fairkv map --copies C wrote",
             )
         if self.decode_interval is not None and self.budget is not None and self.budget <= 1:
             raise CombinationError(

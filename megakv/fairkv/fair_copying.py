@@ -22,7 +22,7 @@ import numpy as np
 
 from megakv.cache.layer import LayerMapping
 from megakv.cache.splitting import split_heads
-from megakv.fairkv.assignment import NODES, TOLERANCE, Criterion, Schemes, assign, positive
+from megakv.fairkv.assignment import TOLERANCE, Criterion, Schemes, assign, positive
 
 Split = Literal["even", "free"]
 
@@ -226,12 +226,12 @@ def _filled(held: list[tuple[int, ...]], places: int) -> list[tuple[int, ...]]:
     return held
 
 
-def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int, fixed: float) -> tuple[LayerMapping, float]:
+def _grouped(weights: Sequence[float], groups: int, size: int, fixed: float) -> tuple[LayerMapping, float]:
     """Heads, the largest first, in groups of ranks that share them by the wrap-around rule; and the bound.
 
     Of s ranks that share m heads, m + s - 1 replicas take a fixed part each: beside one a rank, m - 1 do.
     """
-    found = assign(weights, _group_schemes(len(weights), groups, size), nodes=nodes, fixed=fixed, start=-fixed)
+    found = assign(weights, _group_schemes(len(weights), groups, size), fixed=fixed, start=-fixed)
     members: list[list[int]] = [[] for _ in range(groups)]
     for head, (group,) in enumerate(_filled(found.places, groups)):
         members[group].append(head)
@@ -248,24 +248,24 @@ def _grouped(weights: Sequence[float], groups: int, size: int, nodes: int, fixed
 
 
 def _evenly(
-    weights: Sequence[float], limits: CopyLimits, nodes: int, fixed: float = 0.0, criterion: Criterion = "slowest"
+    weights: Sequence[float], limits: CopyLimits, fixed: float = 0.0, criterion: Criterion = "slowest"
 ) -> tuple[LayerMapping, float]:
     schemes = _even_schemes(len(weights), limits)
-    found = assign(weights, schemes, nodes=nodes, fixed=fixed, criterion=criterion)
+    found = assign(weights, schemes, fixed=fixed, criterion=criterion)
     return LayerMapping.even(_filled(found.places, limits.tp_size)), found.bound
 
 
-def _freely(weights: Sequence[float], limits: CopyLimits, nodes: int, fixed: float) -> tuple[LayerMapping, float]:
+def _freely(weights: Sequence[float], limits: CopyLimits, fixed: float) -> tuple[LayerMapping, float]:
     """Exact where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal shares made
     the best for their placement.
     """
     size = limits.tp_size
     fewest = max(1, size - limits.copies)
-    best, bound = _grouped(weights, fewest, size, nodes, fixed)
+    best, bound = _grouped(weights, fewest, size, fixed)
     if not limits.allow(best.replicas):
-        even, _ = _evenly(weights, limits, nodes, fixed)
+        even, _ = _evenly(weights, limits, fixed)
         groups = range(fewest, min(size, len(weights)) + 1)
-        others = (_grouped(weights, number, size, nodes, fixed)[0] for number in groups)
+        others = (_grouped(weights, number, size, fixed)[0] for number in groups)
         even = even.with_shares(split_heads(weights, even.ranks, size, fixed=fixed)[1])
         allowed = [even, *(other for other in others if limits.allow(other.replicas))]
         best = min(allowed, key=lambda mapping: slowest_rank(mapping, weights, size, fixed))
@@ -284,7 +284,6 @@ def map_layer(
     split: Split = "free",
     *,
     fixed: float = 0.0,
-    nodes: int = NODES,
     criterion: Criterion = "slowest",
 ) -> LayerSolution:
     """One layer's heads on ranks so that the slowest rank is fastest, within `limits` that are checked already.
@@ -296,9 +295,9 @@ def map_layer(
     order = sorted(range(len(weights)), key=lambda head: -weights[head])
     raised = positive([weights[head] for head in order])
     if split == "free" and criterion == "slowest":
-        found, bound = _freely(raised, limits, nodes, fixed)
+        found, bound = _freely(raised, limits, fixed)
     else:
-        found, bound = _evenly(raised, limits, nodes, fixed, criterion)
+        found, bound = _evenly(raised, limits, fixed, criterion)
     back = [order.index(head) for head in range(len(weights))]
     mapping = LayerMapping(tuple(found.ranks[at] for at in back), tuple(found.shares[at] for at in back))
     slowest = slowest_rank(mapping, weights, limits.tp_size, fixed)

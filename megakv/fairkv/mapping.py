@@ -159,5 +159,5 @@ def by_rank(layer: LayerMapping, tp_size: int) -> tuple[tuple[Replica, ...], ...
 
 def load_mapping(path: str | Path, *, setting: str = "mapping") -> HeadMapping:
     """Read and check a mapping; a `ValueError` names the setting, the file and the field."""
-    remedy = "make one: megakv fairkv-map --profile PROFILE --tp N --copies C --json FILE"
+    remedy = "make one: megakv fairkv map --profile PROFILE --tp N --copies C --json FILE"
     return load_record(HeadMapping, path, setting=setting, remedy=remedy)

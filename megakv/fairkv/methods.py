@@ -141,7 +141,7 @@ class HeadKV(SnapKV):
     uneven: ClassVar[bool] = True
     importance: str | None = None
     """JSON file whose ``budgets`` (or ``importance``) are numbers ``[layer][KV head]``: a head's share of the pool, in
-    proportion. A profile of ``megakv fairkv-profile`` is one."""
+    proportion. A profile of ``megakv fairkv profile`` is one."""
     spread: float = Field(1.2, ge=1)
     """All tokens over those that are divided by importance. The rest is divided evenly."""
     _weights: FloatArray = PrivateAttr(default_factory=lambda: np.zeros((0, 0)))
@@ -152,7 +152,7 @@ class HeadKV(SnapKV):
             raise CombinationError(
                 "needs",
                 "megakv.fairkv.method = 'headkv' needs megakv.fairkv.importance: a JSON file with the importance of "
-                "every KV head, such as megakv fairkv-profile writes",
+                "every KV head, such as megakv fairkv profile writes",
             )
         return self
 

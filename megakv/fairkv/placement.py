@@ -28,7 +28,7 @@ def read_mapping(config: FairKVConfig, tp_size: int) -> HeadMapping | None:
             "foreign",
             f"{SETTING} = {config.mapping!r} is for {mapping.tp_size} tensor-parallel ranks, but "
             f"tensor_parallel.tp_size = {tp_size}; make one with "
-            f"megakv fairkv-map --tp {tp_size}, or set tp_size to {mapping.tp_size}",
+            f"megakv fairkv map --tp {tp_size}, or set tp_size to {mapping.tp_size}",
         )
     return mapping
 
@@ -42,7 +42,7 @@ def place_heads(mapping: HeadMapping, config: PreTrainedConfig) -> HeadMap:
             "foreign",
             f"{SETTING} is of {mapping.model!r} with {found[0]} layers of {found[1]} KV heads, but the model has "
             f"{layers} layers of {kv_heads} KV heads; profile and map this model: "
-            f"megakv fairkv-profile, megakv fairkv-map",
+            f"megakv fairkv profile, megakv fairkv map",
         )
     if mapping.identity is not None:
         _check_model(mapping, mapping.identity.other_sizes(config))
@@ -60,7 +60,7 @@ def check_weights(mapping: HeadMapping, model: PreTrainedModel, comm: Communicat
     elif comm.mesh.rank == 0:
         logger.warning(
             "%s of %r does not say by more than this name which model it was made for, so nobody can check that it is "
-            "this one: profile and map the model anew with megakv fairkv-profile and megakv fairkv-map",
+            "this one: profile and map the model anew with megakv fairkv profile and megakv fairkv map",
             SETTING,
             mapping.model,
         )
@@ -71,5 +71,5 @@ def _check_model(mapping: HeadMapping, difference: str | None) -> None:
         raise CombinationError(
             "foreign",
             f"{SETTING} is of another model, {mapping.model!r}: {difference}; profile and map this model: "
-            "megakv fairkv-profile, megakv fairkv-map",
+            "megakv fairkv profile, megakv fairkv map",
         )

@@ -1,4 +1,4 @@
-"""``megakv fairkv-profile`` on real ranks, and the mapper on what it measured."""
+"""``megakv fairkv profile`` on real ranks, and the mapper on what it measured."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_the_profile_does_not_depend_on_the_mesh(tmp_path: Path, data_sets: list
     assert measure(tmp_path, data_sets, 1, 1)[0] == profile
     mapping = tmp_path / "mapping.json"
     words = ["--profile", tmp_path / "2x2.json", "--model", MODEL, "--tp", "4", "--copies", "1", "--json", mapping]
-    assert main(["fairkv-map", *map(str, words)]) == 0
+    assert main(["fairkv", "map", *map(str, words)]) == 0
     assert json.loads(mapping.read_text())["barrier_utilisation"] > profile.busy_rates[4]  # type: ignore[index]
 
 

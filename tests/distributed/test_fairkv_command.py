@@ -1,4 +1,4 @@
-"""``megakv fairkv`` from prompts to a run's JSON, on real ranks, and nothing left behind where one is killed."""
+"""``megakv fairkv place`` from prompts to a run's JSON, on real ranks, and nothing left behind where one is killed."""
 
 import json
 import re
@@ -32,7 +32,8 @@ def prompts(tmp_path: Path) -> Path:
 def test_from_prompts_to_a_run(tmp_path: Path, prompts: Path) -> None:
     model, out, config = save_model(tmp_path / "model"), tmp_path / "made" / "out", tmp_path / "config.json"
     config.write_text(json.dumps({"dtype": "fp32", "megakv": {"seed": 3, "fairkv": {"budget": 0.5, "window": 8}}}))
-    words = ["fairkv", model, "--prompts", prompts, "--tp", 2, "--config", config, "--out", out, "--max-new-tokens", 5]
+    words = ["fairkv", "place", model, "--prompts", prompts, "--tp", 2, "--config", config, "--out", out]
+    words += ["--max-new-tokens", 5]
     done = run_command([sys.executable, "-m", "megakv", *map(str, words)], timeout=240).check()
     result = json.loads((out / "result.json").read_text())
     assert result["tokens_equal"] is True and result["mesh"] == {"cp": 1, "tp": 2} and result["copies"] == 1
@@ -75,7 +76,8 @@ def test_a_profile_of_before_and_a_mapping_that_promises_nothing(tmp_path: Path,
 
 @pytest.mark.drawn("ends")
 def test_a_killed_rank_ends_all(tmp_path: Path, prompts: Path) -> None:
-    words = ["fairkv", save_model(tmp_path / "model"), "--prompts", prompts, "--tp", 2, "--max-new-tokens", 200]
+    model = save_model(tmp_path / "model")
+    words = ["fairkv", "place", model, "--prompts", prompts, "--tp", 2, "--max-new-tokens", 200]
     command = [sys.executable, "-m", "megakv", *map(str, [*words, "--repeats", 999, "--out", tmp_path / "out"])]
     said = tmp_path / "said.txt"
     family: list[psutil.Process] = []

@@ -43,7 +43,7 @@ def test_any_mapping_gives_the_plain_tokens(tmp_path: Path, pytestconfig: pytest
     assert "megakv.fairkv.mapping" in refused["two"] and "is for 2 tensor-parallel ranks" in refused["two"]
     assert "has 2 layers of 4 KV heads" not in refused["two"]
     assert "with 3 layers of 4 KV heads, but the model has 2 layers of 4 KV heads" in refused["longer"]
-    assert "is not valid JSON" in refused["broken"] and "megakv fairkv-map" in refused["broken"]
+    assert "is not valid JSON" in refused["broken"] and "megakv fairkv map" in refused["broken"]
     assert "cannot be read" in refused["missing"]
     assert "is of another model, 'random': hidden_size 32, but this model has 64" in refused["sizes"]
     assert "is of another model, 'random': the same sizes, but other weights" in refused["weights"]

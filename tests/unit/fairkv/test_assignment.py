@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 
-from megakv.fairkv.assignment import Schemes, assign, exchange, lower_bounds
+from megakv.fairkv.assignment import Schemes, assign, lower_bounds, rebalance
 from megakv.fairkv.fair_copying import CopyLimits, map_layer
 from tests.unit.fairkv.instances import RANDOM, budgets
 from tests.unit.fairkv.oracles import best_layer
 
 
 @pytest.mark.parametrize(("count", "most"), [(100, 7), pytest.param(500, 10, marks=pytest.mark.full)])
-def test_without_copies_equal_to_the_optimum(count: int, most: int) -> None:
-    """FairKV-NoDP on random instances is what scipy's MILP proves to be the best."""
+def test_without_copies_within_a_hundredth_of_the_optimum(count: int, most: int) -> None:
+    """FairKV-NoDP on random instances, and what scipy's MILP proves to be the best."""
     for _ in range(count):
         size = int(RANDOM.integers(2, min(most, 8) + 1))
         weights = budgets(int(RANDOM.integers(size, most + 1)))
@@ -19,8 +19,8 @@ def test_without_copies_equal_to_the_optimum(count: int, most: int) -> None:
         best, bound = best_layer(weights, limits, reached=map_layer(weights, limits).slowest)
         for split in ("free", "even"):
             found = map_layer(weights, limits, split)
-            assert bound * (1 - 1e-6) <= found.slowest <= best * (1 + 1e-6), (weights, size, split)
-            assert found.bound == pytest.approx(found.slowest, rel=1e-6)
+            assert bound * (1 - 1e-6) <= found.slowest <= best * 1.01, (weights, size, split)
+            assert found.bound <= min(found.slowest, best * (1 + 1e-6))
             assert found.mapping.copies == 0
             held = {ranks[0] for ranks in found.mapping.ranks}
             assert held == set(range(size)), "a rank without a head"
@@ -34,11 +34,11 @@ def test_uneven_counts_of_heads() -> None:
 
 
 def test_many_heads_are_near_their_bound() -> None:
-    """The search is cut off; what it has by then is within 2% of a bound that nothing is below."""
+    """Within 1% of a bound that nothing is below."""
     for heads, size in ((32, 8), (40, 4), (64, 16)):
         weights = RANDOM.uniform(1, 3, heads).tolist()
-        found = map_layer(weights, CopyLimits(size), nodes=500)
-        assert sum(weights) / size <= found.bound * (1 + 1e-9) <= found.slowest * (1 + 1e-9) <= found.bound * 1.02
+        found = map_layer(weights, CopyLimits(size))
+        assert sum(weights) / size <= found.bound * (1 + 1e-9) <= found.slowest * (1 + 1e-9) <= found.bound * 1.01
 
 
 def places(*speeds: int, heads: int) -> Schemes:
@@ -65,22 +65,13 @@ def test_bounds_by_counting() -> None:
     assert bound([2, 2, 2, 2, 2]) == 6
 
 
-def test_exchanges_do_not_make_it_slower() -> None:
+def test_places_that_divide_their_heads_anew_are_no_slower() -> None:
     speeds = np.array([1, 2, 3])
     for _ in range(50):
         sizes = np.array(budgets(12))
         start = np.eye(3, dtype=bool)[[0, 1, 2, *RANDOM.integers(0, 3, 9)]]
-        after = exchange(sizes, speeds, start)
+        after = rebalance(sizes, speeds, start)
         assert (sizes @ after / speeds).max() <= (sizes @ start / speeds).max()
-        assert (after.sum(axis=1) == 1).all()
-
-
-@pytest.mark.parametrize("count", [25, pytest.param(500, marks=pytest.mark.full)])
-def test_a_cut_off_search_is_within_a_hundredth(count: int) -> None:
-    """What exchanges alone find, of every kind of layer, against the search to its end."""
-    for _ in range(count):
-        size, heads = int(RANDOM.integers(2, 9)), int(RANDOM.integers(8, 13))
-        limits, split = CopyLimits(size, int(RANDOM.integers(0, size + 1))), ("free", "even")[RANDOM.integers(2)]
-        weights = budgets(heads)
-        exact = map_layer(weights, limits, split, nodes=200_000)
-        assert map_layer(weights, limits, split).slowest <= exact.slowest * 1.01, (weights, limits, split)
+        apart = rebalance(sizes, speeds, start, criterion="difference")
+        assert np.ptp(sizes @ apart / speeds) <= np.ptp(sizes @ start / speeds)
+        assert (after.sum(axis=1) == 1).all() and (apart.sum(axis=1) == 1).all()

@@ -46,8 +46,8 @@ def test_without_a_cap_every_layer_is_the_best() -> None:
     rows = skewed(6, 5)
     limits = CopyLimits(3, 1)
     mappings, bound = map_layers(rows, limits)
-    assert time_of(mappings, rows, 3) == pytest.approx(bound, rel=1e-6)
-    assert bound == pytest.approx(sum(map_layer(row, limits).slowest for row in rows), rel=1e-6)
+    reached = time_of(mappings, rows, 3)
+    assert bound <= reached == pytest.approx(sum(map_layer(row, limits).slowest for row in rows), rel=1e-6)
 
 
 @pytest.mark.parametrize("count", [15, pytest.param(150, marks=pytest.mark.full)])

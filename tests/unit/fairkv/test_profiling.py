@@ -1,4 +1,4 @@
-"""From reports of ranks to a profile, and what `megakv fairkv-profile` refuses."""
+"""From reports of ranks to a profile, and what `megakv fairkv profile` refuses."""
 
 import json
 from collections.abc import Callable
@@ -134,7 +134,7 @@ def test_what_is_refused_before_ranks_start(
         prompts.write_text(lines)
     if config := values.pop("config", None):
         values["config"] = str(write_json("config.json", config))
-    words = ["fairkv-profile"]
+    words = ["fairkv", "profile"]
     for name, value in values.items():
         if value is not None:
             given = value if isinstance(value, list) else [value]

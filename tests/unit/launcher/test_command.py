@@ -15,7 +15,7 @@ from megakv.attention import runahead
 from megakv.costmodel import prefill
 from megakv.fairkv.methods import METHODS
 from megakv.launcher.command import main
-from megakv.launcher.commands import SUMMARIES, fairkv_profile, simulate
+from megakv.launcher.commands import SUMMARIES, fairkv, fairkv_profile, simulate
 from megakv.launcher.process import UNREAD
 from tests.distributed.launch import ROOT
 
@@ -81,6 +81,27 @@ def test_check_refuses_what_a_start_refuses(section, message, tmp_path, monkeypa
     Path("run.json").write_text(json.dumps({"dtype": "fp32", "megakv": section}))
     assert main(["check", "run.json"]) == int(message is not None)
     assert (message or "") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "now"),
+    [
+        (["fairkv-map", "--tp", "2"], "megakv fairkv-map: it is megakv fairkv map now"),
+        (["fairkv-profile"], "megakv fairkv-profile: it is megakv fairkv profile now"),
+        (["fairkv", "some/model", "--tp", "2"], "megakv fairkv some/model: it is megakv fairkv place some/model now"),
+    ],
+)
+def test_former_names_are_refused_with_the_present_ones(words, now, capsys):
+    assert main(words) == 1
+    assert now in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", fairkv.VERBS)
+def test_every_verb_says_what_it_takes(verb, capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["fairkv", verb, "--help"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: megakv fairkv {verb}")
 
 
 def test_an_unknown_command_is_refused_with_the_known_ones(capsys):

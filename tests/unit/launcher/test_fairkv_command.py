@@ -1,4 +1,4 @@
-"""``megakv fairkv`` refuses what cannot work before it starts anything, and says what a mapping is worth."""
+"""``megakv fairkv place`` refuses what cannot work before it starts anything, and says what a mapping is worth."""
 
 import json
 from dataclasses import replace
@@ -123,7 +123,7 @@ def test_refused_profiles(values: Any, message: str, model: Path, capfd: pytest.
 
 
 def refused(words: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> str:
-    assert main(["fairkv", *words]) == 1
+    assert main(["fairkv", "place", *words]) == 1
     said = capfd.readouterr()
     assert "ranks on" not in said.out
     assert message in said.err and said.err.startswith("megakv: error: "), said.err

@@ -35,8 +35,8 @@ COMMANDS = [
      "--mapping"),
     (["profile", *RUN], "--json"),
     (["fit-policy", *RUN], "--json"),
-    (["fairkv-map", "--profile", "/no/such", "--tp", "2"], "--json"),
-    (["fairkv-map", "--profile", "/no/such", "--tp", "2", "--json", "a.json"], "--png"),
+    (["fairkv", "map", "--profile", "/no/such", "--tp", "2"], "--json"),
+    (["fairkv", "map", "--profile", "/no/such", "--tp", "2", "--json", "a.json"], "--png"),
 ]  # fmt: skip
 
 
