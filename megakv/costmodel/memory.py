@@ -141,6 +141,76 @@ class RankMemory:
         return self.weights + self.cache + self.working
 
 
+@dataclass(frozen=True)
+class RankShare:
+    """What one tensor-parallel rank has of a model, in bytes: counted, or divided evenly."""
+
+    weight_bytes: int  # Of parameters and buffers.
+    row_bytes: tuple[int, ...]  # Per layer, one token's keys and values.
+    layer_bytes: tuple[int, ...]  # Per layer, the weights that may be off the accelerator.
+    tp_rank: int = 0
+
+    @classmethod
+    def even(cls, model: ModelShape, tp_size: int) -> RankShare:
+        """Layers are cut over the ranks, embeddings and the output head are whole on each."""
+        row, whole = model.attention(tp_size=tp_size).kv_row_bytes, model.embedding * model.element_bytes
+        layers, count = -(-(model.weight_bytes - whole) // tp_size), len(model.layers)
+        first = (layers // count,) * (count - 1)
+        return cls(whole + layers, (row,) * count, (*first, layers - sum(first)))
+
+
+def share_memory(
+    model: ModelShape,
+    share: RankShare,
+    *,
+    computed: int,
+    kept: int,
+    batch: int,
+    answer: int = 0,
+    new: int | None = None,
+    cp_size: int = 1,
+    tp_size: int = 1,
+    kept_share: float = 1.0,
+    offload: OffloadSizes | None = None,
+    recomputes: bool = True,
+    weights_away: bool = False,
+) -> RankMemory:
+    """Memory of a rank with some tokens of the batch: those that it computes, and keeps of a prompt and an answer.
+
+    new, recomputes: as for `held_tokens` and `offloaded_bytes`; the others as for `rank_memory`.
+    """
+    rows, tokens, compresses, host = share.row_bytes, kept + answer, kept_share < 1, 0
+    if offload is not None:
+        cache, host = offloaded_bytes(
+            model,
+            rows,
+            answer if compresses else tokens,
+            batch=batch,
+            offload=offload,
+            recomputes=recomputes,
+            new=None if compresses else new,
+            compressed=round(kept * kept_share) if compresses else 0,
+        )
+    elif compresses:
+        cache = round(sum(rows) * kept * kept_share) + sum(rows) * answer
+    else:
+        held = held_tokens(model, tokens, batch=batch, new=new)
+        cache = cached_bytes(rows, held, tokens if new is None else 0)
+    # Until compression has chosen, a layer has all tokens that it is given.
+    cache += max(rows) * min(kept, kept if new is None else batch * new) * compresses
+    groups = offload.groups if offload is not None and cp_size == 1 else 1
+    together, waiting = grouped_tokens(computed, batch, groups)
+    sizes = {"held": max(computed, kept), "row_bytes": max(rows), "cp_size": cp_size, "tp_size": tp_size}
+    away = sum(share.layer_bytes) if weights_away else 0
+    return RankMemory(
+        weights=share.weight_bytes - away + min(away, WEIGHT_BUFFERS * max(share.layer_bytes)),
+        cache=cache,
+        working=waiting_bytes(model, waiting) + activation_bytes(model, computed=together, **sizes),
+        host=host + away,
+        host_weights=away,
+    )
+
+
 def rank_memory(
     model: ModelShape,
     *,
@@ -156,39 +226,23 @@ def rank_memory(
 ) -> RankMemory:
     """Memory of a rank of a mesh, whose ranks hold equal shares of heads and tokens.
 
-    Weights of layers are cut over the tensor-parallel ranks, embeddings and the output head are whole on each of them.
-
     context: tokens of a sequence at the end.
     new: tokens of a sequence that are computed at a time; None: all.
     kept_share: what part of keys and values compression keeps.
     offloaded, weights_away: whether keys and values, and weights of layers, are off the accelerator.
     groups: those of a batch that layers take one behind the other, where keys and values are offloaded.
     """
-    row = model.attention(tp_size=tp_size).kv_row_bytes
-    rows = [row] * len(model.layers)
     kept, computed = -(-context // cp_size) * batch, -(-(new or context) // cp_size) * batch
-    piece = None if new is None or new >= context else -(-new // cp_size)
-    held = held_tokens(model, kept, batch=batch, new=piece)
-    cache, host = round(cached_bytes(rows, held, kept if piece is None else 0) * kept_share), 0
-    waiting, offload = 0, OffloadSizes(groups=groups)
-    if offloaded and kept_share < 1:
-        compressed = round(kept * kept_share)
-        staged, host = offloaded_bytes(model, rows, 0, batch=batch, offload=offload, compressed=compressed)
-        # Until compression has chosen, a layer has all tokens here; in pieces every layer has.
-        cache = min(cache, staged + row * kept * (1 if piece is None else len(rows)))
-    elif offloaded:
-        staged, host = offloaded_bytes(model, rows, kept, batch=batch, offload=offload, new=piece)
-        cache = min(cache, staged)
-        computed, waiting = grouped_tokens(computed, batch, groups if cp_size == 1 else 1)
-    whole = model.embedding * model.element_bytes
-    layers = -(-(model.weight_bytes - whole) // tp_size)
-    here = min(layers, -(-layers * WEIGHT_BUFFERS // len(model.layers))) if weights_away else layers
-    away = layers if weights_away else 0
-    return RankMemory(
-        weights=whole + here,
-        cache=cache,
-        working=waiting_bytes(model, waiting)
-        + activation_bytes(model, computed=computed, held=kept, row_bytes=row, cp_size=cp_size, tp_size=tp_size),
-        host=host + away,
-        host_weights=away,
+    return share_memory(
+        model,
+        RankShare.even(model, tp_size),
+        computed=computed,
+        kept=kept,
+        batch=batch,
+        new=None if new is None or new >= context else -(-new // cp_size),
+        cp_size=cp_size,
+        tp_size=tp_size,
+        kept_share=kept_share,
+        offload=OffloadSizes(groups=groups) if offloaded else None,
+        weights_away=weights_away,
     )

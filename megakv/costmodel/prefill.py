@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.base.partition import Partition, even
 from megakv.costmodel.attention_time import LayerTimes, Prediction
-from megakv.costmodel.chain import Chain, ChainPrediction
+from megakv.costmodel.chain import Chain
 from megakv.costmodel.context_parallel import Workload, rank_totals
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
@@ -29,6 +30,14 @@ EXPOSED = ("exposed", "collective", "straggle")
 def alone(workload: Workload) -> tuple[Partition, ...]:
     """Partitions that give everything to the last rank."""
     return tuple((0,) * (workload.size - 1) + (tokens,) for tokens in workload.new)
+
+
+class _RingTimes(NamedTuple):
+    """A layer of a ring method on its slowest rank: attention, what is computed beside it, and waiting for kernels."""
+
+    attention: Prediction
+    dense_s: float
+    idle_s: float
 
 
 class PrefillTimes:
@@ -58,49 +67,36 @@ class PrefillTimes:
         alike = ((kind, count - (model.layers[kind] == model.layers[last]), None) for kind, count in model.layer_kinds)
         self._alike = [each for each in alike if each[1]] + [(last, 1, len(workload.new))]
         self._chain = Chain(profile, model, tp_size=tp_size, kv=kv, chunk_tokens=chunk_tokens)
-        self._predictions: dict[tuple[int, str], Prediction] = {}
-        self._chains: dict[tuple[Partition, ...], ChainPrediction] = {}
 
     # Predicted
 
     def seconds(self, method: str, partitions: Sequence[Partition] | None = None) -> float:
         """TTFT by ``single``, a ring method or ``runahead`` (`partitions`: tokens of every rank, per sequence)."""
-        if method == "single":
-            return self.chain(alone(self.workload)).seconds
-        if method == "runahead":
-            return self.chain(partitions or self.even()).seconds + self._late_s
-        return self._end_s + sum(count * self._layer_s(layer, method) for layer, count, _ in self._alike)
+        return sum(self.terms(method, partitions).values())
 
     def terms(self, method: str, partitions: Sequence[Partition] | None = None) -> dict[str, float]:
-        """Where a method's `seconds` go; they sum to them.
-
-        ``attention`` and ``dense`` are computed; ``exposed`` is waiting for other ranks and their tokens, and
-        ``all_reduce`` for sums over tensor-parallel ranks.
-        """
+        """Where a method's `seconds` go: computing, and waiting for others, their tokens (``exposed``) and sums."""
         terms = dict.fromkeys(("attention", "dense", "exposed", "all_reduce"), 0.0)
         for layer, count, wanted in self._alike:
             terms["all_reduce"] += count * self._tokens.sums(layer, self._most, wanted=wanted)
         if method in ("single", "runahead"):
-            chain = self.chain(alone(self.workload) if method == "single" else partitions or self.even())
+            cuts = alone(self.workload) if method == "single" else tuple(partitions or self.even())
+            chain = self._chain.predict(cuts, self.workload.cached)
             slowest = int(chain.ends_s[:, -1].argmax())
-            terms["exposed"] = max(0.0, float(chain.waited_s[slowest].sum()))
             dense = (n * self._tokens.layer(layer, self._most, wanted=wanted) for layer, n, wanted in self._alike)
             terms["dense"] = sum(dense) - terms["all_reduce"]
+            terms["exposed"] = max(0.0, float(chain.waited_s[slowest].sum()))
             terms["attention"] = chain.seconds - sum(terms.values())
             terms["exposed"] += self._late_s if method == "runahead" else 0.0
             return terms
         for layer, count, _ in self._alike:
-            for name, seconds in self._attention(layer, method).terms.items():
+            ring = self._ring(layer, method)
+            for name, seconds in ring.attention.terms.items():
                 terms["exposed" if name in EXPOSED else "attention"] += count * seconds
+            terms["dense"] += count * (ring.dense_s + ring.idle_s)
         terms["exposed"] += self._late_s
-        terms["dense"] = self.seconds(method) - sum(terms.values())
+        terms["dense"] += self._end_s - self._late_s
         return terms
-
-    def chain(self, partitions: Sequence[Partition]) -> ChainPrediction:
-        key = tuple(partitions)
-        if key not in self._chains:
-            self._chains[key] = self._chain.predict(key, self.workload.cached)
-        return self._chains[key]
 
     # Simulated
 
@@ -144,20 +140,20 @@ class PrefillTimes:
         new, held = (balanced_tokens(counts, size) for counts in (self.workload.new, self.workload.cached))
         kept = [a + b for a, b in zip(new, held, strict=True)]
         rings = {kind: RingLayer(layer, method, new, kept) for kind, layer in self._layers.items()}
+        idle = {self._model.layers[index]: self._ring(index, method).idle_s for index, *_ in self._alike[:-1]}
         for layer, kind in enumerate(self._model.layers[:-1]):
-            sums = times.sums(layer, tokens)
-            after = times.after(layer, tokens) - sums + self._idle_s(layer, method)
-            everyone = range(len(run.now))
+            sums, everyone = times.sums(layer, tokens), range(len(run.now))
+            after = times.after(layer, tokens) - sums + idle[kind]
             run.compute_all("dense", everyone, [times.before(layer, tokens)] * len(everyone), layer)
             for ranks in run.columns:
                 rings[kind].play(run, ranks, layer)
             for ranks in run.places:
                 run.compute_all("dense", ranks, [after] * len(ranks), layer)
                 mesh.sums(run, ranks, sums, tokens, layer)
-        terms, asked = self._attention(last, method).terms, len(self.workload.new)
-        visits = terms["attention"], sum(seconds for term, seconds in terms.items() if term != "attention")
+        ring, asked = self._ring(last, method), len(self.workload.new)
+        visits = ring.attention.terms["attention"], ring.attention.seconds - ring.attention.terms["attention"]
         before = times.before(last, tokens, wanted=asked)
-        after = times.after(last, tokens, wanted=asked) + self._idle_s(last, method)
+        after = times.after(last, tokens, wanted=asked) + ring.idle_s
         sent = last_bytes(method, self._layers[self._model.layers[-1]].shape, new, kept, sequences=asked, asking=0)
         mesh.last(run, [before] * size, [after] * size, [tokens] * size, visits, sent, sequences=asked)
 
@@ -178,26 +174,11 @@ class PrefillTimes:
         """New tokens of the rank with most, where they are spread evenly."""
         return -(-self.workload.total_new // self.workload.size)
 
-    def _attention(self, layer: int, method: str) -> Prediction:
-        """One layer's attention; seconds and their terms are made from the same prediction."""
-        kind, last = self._model.layers[layer], layer == len(self._model.layers) - 1
-        key = self._model.layers.index(kind) if not last else layer
-        if (key, method) not in self._predictions:
-            times = self._layers[kind]
-            self._predictions[key, method] = times.predict_last(method) if last else times.predict(method)
-        return self._predictions[key, method]
-
-    def _busy_s(self, layer: int, method: str) -> float:
-        """Seconds of a layer of a ring method but for collectives, which all ranks wait in."""
-        attention = self._attention(layer, method)
-        wanted = len(self.workload.new) if layer == len(self._model.layers) - 1 else None
-        dense = self._tokens.layer(layer, self._most, wanted=wanted)
-        return dense + attention.seconds - attention.terms.get("collective", 0.0)
-
-    def _idle_s(self, layer: int, method: str) -> float:
-        """Seconds until a layer's kernels are issued: while those before them compute, but not past a collective."""
-        return self._profile.idle_s(self._busy_s(layer, method))
-
-    def _layer_s(self, layer: int, method: str) -> float:
-        together = self._attention(layer, method).terms.get("collective", 0.0)
-        return self._busy_s(layer, method) + self._idle_s(layer, method) + together
+    def _ring(self, layer: int, method: str) -> _RingTimes:
+        last = layer == len(self._model.layers) - 1
+        times, wanted = self._layers[self._model.layers[layer]], len(self.workload.new) if last else None
+        attention = times.predict_last(method) if last else times.predict(method)
+        work = self._tokens.layer(layer, self._most, wanted=wanted)
+        # Kernels are issued while those before them compute, but not past a collective, which all ranks wait in.
+        idle = self._profile.idle_s(work + attention.seconds - attention.terms.get("collective", 0.0))
+        return _RingTimes(attention, work - self._tokens.sums(layer, self._most, wanted=wanted), idle)

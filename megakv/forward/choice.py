@@ -36,12 +36,11 @@ from megakv.costmodel.context_parallel import (
     miss_rate_with_all_to_all,
     new_tokens_hiding_kv,
 )
-from megakv.costmodel.decoding import decode_methods, ttit_seconds
+from megakv.costmodel.decoding import SlicedTimes, decode_methods, ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile, fingerprint, load_profile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.prefill import alone
 from megakv.costmodel.shape import AttentionShape, ModelShape, local_heads
-from megakv.costmodel.sliced import SlicedTimes
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.forward.config import ContextParallelConfig

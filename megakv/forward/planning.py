@@ -14,9 +14,9 @@ from megakv.attention.methods import METHODS, prefill_methods
 from megakv.base.partition import Partition
 from megakv.cache.cache import ShardedCache
 from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.decoding import worth_bytes
 from megakv.costmodel.intensity import flops_per_byte
 from megakv.costmodel.shape import AttentionShape, ModelShape
-from megakv.costmodel.sliced import worth_bytes
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.distributed.layouts import balanced, by_sequence, contiguous, on_last_rank, replicated, round_robin

@@ -131,7 +131,8 @@ class ClusterPlanner:
         decode, ttit_s = self._decoding(demand, mesh, fit, memory, profile)
         choices = []
         for method in ("pass_kv", "pass_q") if mesh.cp_size > 1 else ("single",):
-            choice = Choice(mesh, fit, method, decode, memory, times.seconds(method), ttit_s, times.terms(method))
+            terms = times.terms(method)
+            choice = Choice(mesh, fit, method, decode, memory, sum(terms.values()), ttit_s, terms)
             choices.append(self._placed(demand, self._moved(demand, choice, profile), profile))
         return choices
 
@@ -161,8 +162,10 @@ class ClusterPlanner:
         workload = self._workload(demand, mesh)
         times = PrefillTimes(profile, model, workload, tp_size=mesh.tp_size, chunk_tokens=chunk)
         partitions = (partition,) * demand.batch
-        ttft_s, terms = times.seconds("runahead", partitions), times.terms("runahead", partitions)
-        choice = replace(bound, memory=memory, ttft_s=ttft_s, terms=terms, partition=partition, chunk_tokens=chunk)
+        terms = times.terms("runahead", partitions)
+        choice = replace(
+            bound, memory=memory, ttft_s=sum(terms.values()), terms=terms, partition=partition, chunk_tokens=chunk
+        )
         return self._moved(demand, choice, profile)
 
     def _decoding(

@@ -15,7 +15,7 @@ from megakv.attention.methods import is_contiguous
 from megakv.base.errors import in_units
 from megakv.base.partition import even, explicit
 from megakv.costmodel.config_sizes import positions as positions_of
-from megakv.costmodel.memory import GIB
+from megakv.costmodel.memory import GIB, RankShare, share_memory
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import TokenBlock
@@ -23,14 +23,42 @@ from megakv.engine.config import MegaKVConfig, load_config
 from megakv.engine.generation import LengthLimits
 from megakv.engine.loading import empty_model
 from megakv.engine.named_files import check_files
+from megakv.fairkv.budgets import is_compressed, tokens_per_head
 from megakv.fairkv.placement import place_heads, read_mapping
-from megakv.planner.dry_run.memory import GB, VirtualRank, kept_share, virtual_rank
 from megakv.planner.dry_run.share import WholeModel
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import contiguous_head_map, head_counts
 
+GB = 10**9
 LARGEST_CONTEXT = 1 << 24
 """Tokens of a sequence whose shards are laid out here; positions of all of them are in memory."""
+
+
+@dataclass(frozen=True)
+class VirtualRank:
+    """One rank of the mesh."""
+
+    rank: int
+    cp_rank: int
+    tp_rank: int
+    tokens: int  # Whose queries it computes, over the batch.
+    kept: int  # Whose keys and values it keeps, before compression.
+    # On the accelerator: weights and buffers; keys and values when the prompt is read, where they are compressed with
+    # the one layer that is not yet, where they are offloaded only staging buffers and what stays; tensors of the layer
+    # under way and the shards that a ring keeps on their way, as the cost model estimates them.
+    weight_bytes: int
+    kv_bytes: int
+    activation_bytes: int
+    # Off the accelerator: the pages of keys, values and activations, and weights; the latter by themselves, which lie
+    # all in host memory or all on disk.
+    host_bytes: int = 0
+    host_weight_bytes: int = 0
+    disk_weight_bytes: int = 0
+
+    @property
+    def total_bytes(self) -> int:
+        """On the accelerator."""
+        return self.weight_bytes + self.kv_bytes + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -143,23 +171,40 @@ def dry_run(
         held_tokens = min(new_tokens, int(fairkv.budget) + fairkv.decode_interval)
     # Shorter shards differ in nothing but their length.
     shares = whole.shares(max(tokens), fp8=parsed.megakv.feed_forward == "fp8")
-    ranks = [
-        virtual_rank(
-            parsed,
+    offload = parsed.megakv.offload
+    on_disk = offload.weights == "disk"
+
+    def rank_of(cp_rank: int, share: RankShare) -> VirtualRank:
+        memory = share_memory(
             shape,
             share,
-            cp_rank,
-            tokens=tokens[cp_rank],
+            computed=tokens[cp_rank],
             kept=kept[cp_rank],
+            batch=batch,
             # Generated tokens are kept where the prompt is, in about the same shares.
             answer=batch * -(-held_tokens * kept[cp_rank] // (context * batch)),
-            batch=batch,
+            cp_size=parsed.cp_size,
+            tp_size=parsed.tp_size,
             kept_share=share_kept,
+            offload=offload.sizes if offload.enabled else None,
+            # As in the engine, what a last rank collects comes without activations.
+            recomputes=parsed.megakv.runahead.kv == "sharded" or parsed.cp_size == 1,
+            weights_away=bool(offload.weights),
         )
-        for cp_rank in range(parsed.cp_size)
-        for share in shares
-    ]
-    offload = parsed.megakv.offload
+        return VirtualRank(
+            rank=cp_rank * parsed.tp_size + share.tp_rank,
+            cp_rank=cp_rank,
+            tp_rank=share.tp_rank,
+            tokens=tokens[cp_rank],
+            kept=kept[cp_rank],
+            weight_bytes=memory.weights,
+            kv_bytes=memory.cache,
+            activation_bytes=memory.working,
+            host_bytes=memory.host,
+            host_weight_bytes=0 if on_disk else memory.host_weights,
+            disk_weight_bytes=memory.host_weights if on_disk else 0,
+        )
+
     return DryRun(
         model=str(model),
         model_type=described.model_type,
@@ -170,12 +215,24 @@ def dry_run(
         parameters=whole.parameters,
         cut_parameters=whole.cut,
         tensors=len(whole.shapes),
-        ranks=tuple(ranks),
+        ranks=tuple(rank_of(cp_rank, share) for cp_rank in range(parsed.cp_size) for share in shares),
         memory_bytes=memory_bytes,
         host_budget=int((offload.host_gb + offload.disk_gb) * GIB) if offload.enabled else None,
         host_taken=offload.host_bytes if offload.enabled else 0,
         page_bytes=offload.page_kib << 10,
     )
+
+
+def kept_share(config: MegaKVConfig, shape: ModelShape, context: int) -> float:
+    """What part of a prompt's keys and values is kept.
+
+    Raises ValueError if a compression setting does not fit the model or the prompt.
+    """
+    fairkv = config.megakv.fairkv
+    if fairkv.budget is None or not is_compressed(fairkv.budget, fairkv.min_tokens, np.array(context)):
+        return 1.0
+    least = fairkv.make_method(len(shape.layers), shape.cached_heads).least
+    return tokens_per_head(fairkv.budget, context, least) / context
 
 
 def token_counts(config: MegaKVConfig, context: int, batch: int) -> tuple[list[int], list[int]]:

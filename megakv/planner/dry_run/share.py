@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from megakv.attention.partial import Scoring
 from megakv.base.errors import MegaKVError
+from megakv.costmodel.memory import RankShare
 from megakv.engine.loading import parameter_dtypes
 from megakv.injection.support import shape_pass
 from megakv.offload.weights import layer_places
@@ -22,16 +23,6 @@ from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
 from megakv.weights.placement.attention import find_attention
 from megakv.weights.placement.plan import InjectionPolicy, decoder_layers
 from megakv.weights.tensor_parallel import shard_structure
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one tensor-parallel rank holds."""
-
-    tp_rank: int
-    weight_bytes: int  # Of parameters and buffers.
-    row_bytes: tuple[int, ...]  # Per layer, bytes of one token's keys and values.
-    layer_bytes: tuple[int, ...]  # Per layer, bytes of what `megakv.offload.weights` puts into host memory.
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ class WholeModel:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def shares(self, tokens: int, *, fp8: bool) -> list[Share]:
+    def shares(self, tokens: int, *, fp8: bool) -> list[RankShare]:
         """Build every rank's share and run it.
 
         Ranks that keep the same shapes and the same numbers of heads in each layer are alike: the first is built.
@@ -83,7 +74,7 @@ class WholeModel:
         Raises MegaKVError if a parameter has another shape than it should, or shapes do not fit in a pass.
         Raises ValueError if FP8 is not possible with this model.
         """
-        known: dict[Any, Share] = {}
+        known: dict[Any, RankShare] = {}
         shares = []
         for tp_rank, placement in enumerate(self.placements):
             shapes = {name: placement[name].shape(whole) for name, whole in self.shapes.items()}
@@ -95,7 +86,7 @@ class WholeModel:
             shares.append(replace(known[form], tp_rank=tp_rank))
         return shares
 
-    def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: int, fp8: bool) -> Share:
+    def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: int, fp8: bool) -> RankShare:
         dtypes = parameter_dtypes(self.model, self.dtype)
         model = deepcopy(self.model, {id(parameter): parameter for parameter in self.model.parameters()})
         shard_structure(model, self.placements[tp_rank], self.head_map, tp_rank, lambda tensor: tensor)
@@ -114,7 +105,7 @@ class WholeModel:
         if fp8:
             dtypes |= use_fp8(model)
         layers = tuple(places.nbytes for places in layer_places(model, dtypes))
-        return Share(tp_rank, buffers + parameter_bytes(model, dtypes), rows, layers)
+        return RankShare(buffers + parameter_bytes(model, dtypes), rows, layers, tp_rank)
 
 
 def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> int:

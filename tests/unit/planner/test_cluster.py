@@ -164,14 +164,16 @@ def test_the_objective_is_what_is_best() -> None:
 
 
 def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
-    """Weights and prompt fit, but not with the whole cache of the prompt; offloaded it would still be too large."""
-    model, demand = small(layers=2), Demand(context=12_000_000, cached=0, gpus=1)
+    """Weights and prompt fit, but not with the whole cache of the prompt; the host has no room for that either."""
+    model, demand = small(layers=4), Demand(context=12_000_000, cached=0, gpus=1)
     memory = rank_memory(model, context=12_000_000)
-    offloaded = rank_memory(model, context=12_000_000, offloaded=True, weights_away=True)
     kept = rank_memory(model, context=12_000_000, kept_share=0.5)
-    assert kept.total < offloaded.total == memory.total
+    # One layer at a time has all tokens until compression has chosen.
+    assert memory.cache - kept.cache == memory.cache // 4
     room = (kept.total + memory.total) / 2 / 0.95
-    spec = RDMA.spec.model_copy(update={"memory_bytes": int(room), "fp8_flops": None})
+    spec = RDMA.spec.model_copy(
+        update={"memory_bytes": int(room), "host_memory_bytes": memory.cache // 2, "fp8_flops": None}
+    )
     planner = ClusterPlanner(replace(RDMA, spec=spec), model)
     with pytest.raises(MegaKVError, match=r"no plan fits 1 x .* with --allow-lossy: CP1 x TP1, KV budget 0.5"):
         planner.plan(demand)
@@ -182,8 +184,10 @@ def test_nothing_is_compressed_unless_admitted_and_needed() -> None:
 def test_what_is_compressed_goes_off_the_accelerator_where_nothing_else_fits() -> None:
     model, demand = small(layers=16), Demand(context=12_000_000, cached=0, gpus=1, lossy=True)
     kept, both = (rank_memory(model, context=12_000_000, kept_share=0.125, offloaded=away) for away in (False, True))
-    assert both.total < kept.total and both.host == pytest.approx(kept.cache, rel=0.05)
-    spec = RDMA.spec.model_copy(update={"memory_bytes": int((kept.total + both.total) / 2 / 0.95), "fp8_flops": None})
+    layer = 12_000_000 * model.attention().kv_row_bytes
+    exact = rank_memory(model, context=12_000_000, offloaded=True)
+    assert both.total < exact.total < kept.total and both.host == pytest.approx(kept.cache - layer, rel=0.05)
+    spec = RDMA.spec.model_copy(update={"memory_bytes": int((exact.total + both.total) / 2 / 0.95), "fp8_flops": None})
     choices = ClusterPlanner(replace(RDMA, spec=spec), model).plan(demand).choices
     assert choices[0].fit.offload and choices[0].fit.kept_share < 1 and choices[0].ttit_s > 0
 

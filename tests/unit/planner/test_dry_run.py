@@ -26,8 +26,7 @@ from megakv.launcher.command import main
 from megakv.offload.config import OffloadConfig
 from megakv.planner.dry_run import dry_run
 from megakv.planner.dry_run.coverage import check_coverage
-from megakv.planner.dry_run.memory import VirtualRank
-from megakv.planner.dry_run.run import token_counts
+from megakv.planner.dry_run.run import VirtualRank, token_counts
 from megakv.planner.dry_run.share import ShapeRuntime, run_shapes
 from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from tests.families import FAMILIES, llama, llama_mha, opt
