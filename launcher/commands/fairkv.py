@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from megakv.base.extras import require_extra
+from megakv.base.errors import require_extra
 
 VERBS = {
     "place": "Profile prompts, map KV heads to ranks, and measure that run against neighbouring heads.",
