@@ -27,11 +27,10 @@ from harness.accuracy.ruler import (
     compare_tokens,
     read_items,
     rows_of,
-    score_tables,
 )
 from harness.launch import Found, Launch, Rows, benchmark, rank_environment
 from harness.options import DTYPES, Options
-from harness.publish import align, show_summary
+from harness.publish import show, show_summary
 
 from megakv.fairkv.profile import load_budgets
 
@@ -122,9 +121,8 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -
             "mean_share": [[value / sum(row) for value in row] for row in profile.budgets],
             **profile.model_dump(mode="json", include={"method", "lengths", "data_sets", "busy_rates"}),
         }
-    for title, table in score_tables(rows):
-        print(f"\n{title}\n{align(table)}")
-    show_summary(summary, "exact_items", "exact_equal", "best_method_at_budget")
+    show(rows, "context method budget task items score kept:%", "Scores (FairKV's Table 3, row by row)")
+    show_summary(summary, "exact_items", "exact_equal")
     return rows, summary, charts(rows, summary, f"{Path(arguments.model).name}, {arguments.dtype}")
 
 

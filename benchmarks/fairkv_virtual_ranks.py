@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Found:
         name: {method: {**row, "step": step_seconds(row)} for method, row in own.items()}
         for name, own in regimes.items()
     }
-    columns = "ranks batch kept method utilisation:% step:ms predicted_step_s:ms attention_gain"
+    columns = "ranks batch kept method utilisation:% step:ms predicted_step_s:ms"
     show_gains(said, summary, columns, "Decode steps of virtual ranks")
     print(f"\nSteps: {HOW}.")
     return rows, summary, []

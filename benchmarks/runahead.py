@@ -38,8 +38,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.profile({"": 60.0, "quick": 20.0})
     text = "tokens of a search's finest stride (default about 1/128 of the prompt)"
     options.add("--search-step", None, text, kind=int)
-    text = "partitions without progress after which a stride is left (default 4 a bound)"
-    options.add("--search-patience", {"": None, "quick": 4}, text, kind=int)
     options.add("--search-repeats", 1, "passes of a promising partition")
     options.add("--repeats", {"": 7, "quick": 3}, "rounds at most")
     options.add("--least-repeats", 3, "rounds at least")

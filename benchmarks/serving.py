@@ -1,7 +1,7 @@
 """Service of `megakv serve` for many at a time: the command itself, its ranks, and a client that speaks HTTP with it.
 
-Every part starts the servers it needs, measures, and says what of it is the summary and what the pictures. Streams,
-prompts and traces are drawn with --seed.
+Every part starts the servers it needs, measures, and says what of it is the summary and what the pictures. Streams and
+prompts are drawn with --seed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--prompt", 7000, "gaps, returns, restart: tokens of the prompt that is read")
     options.add("--streams", 4, "gaps: streams beside it")
     options.add("--repeats", {"": 3, "quick": 1}, "gaps, returns, restart: rounds")
-    options.add("--trace", "", "trace: a JSONL in Mooncake's format; one is generated if none is named")
+    options.add("--trace", "", "trace: a JSONL in Mooncake's format")
     options.add("--trace-requests", {"": 300, "quick": 48}, "trace: its first so many requests")
     options.add("--divide", 24, "trace: by what its lengths are divided")
     options.numbers("--concurrent", "1,4,16,64", "throughput: streams at a time")
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> Found:
     for name in ("prompt", "longest"):
         if (asked := getattr(arguments, name)) > most:
             raise ValueError(f"--{name} {asked}: the model's positions leave {most} for it beside the answer")
-    return run_parts(PARTS, arguments, may_fail=("vllm", "guidellm"))
+    return run_parts(PARTS, arguments, may_fail=("trace", "vllm", "guidellm"))
 
 
 if __name__ == "__main__":

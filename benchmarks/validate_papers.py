@@ -32,9 +32,6 @@ def show_all(summary: Mapping[str, Any]) -> None:
     )
     for pair in winners["wrong"]:
         print(f"  wrong: {pair['table']}: {pair['cells']}")
-    for group, names in summary["constants_at_bounds"].items():
-        if names:
-            print(f"at a bound of the search: {', '.join(names)} of {group}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

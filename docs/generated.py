@@ -127,7 +127,8 @@ def prefill_table() -> str:
         "|---|---:|---:|---:|---:|",
     ]
     for row in results["rows"]:
-        faster = results["summary"]["speedup"]["pass_kv"].get(row["method"])
+        (cell,) = results["summary"]["speedup"].values()
+        faster = cell["pass_kv"].get(row["method"])
         ratio = "" if faster is None else f"{faster['value']:.2f} ({faster['low']:.2f} to {faster['high']:.2f})"
         sent = max(sum(operations.values()) for operations in row["bytes_sent"]) / 2**20
         cells = [METHODS[row["method"]], f"{statistics.median(row['seconds']):.1f}", ratio, f"{sent:,.0f}"]

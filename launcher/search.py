@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from tqdm import tqdm
 
 import megakv
 from megakv.base.partition import Partition, from_fractions, to_fractions
-from megakv.costmodel.chain import Chain
 from megakv.costmodel.hardware import load_profile
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.launchers import read_launch
@@ -39,8 +38,6 @@ from megakv.runahead.search import PartitionSearch, SearchResult, Trial
 from megakv.runahead.table import ChainIdentity, LookupTable, TableEntry, load_table
 
 FINALISTS, ROUNDS = 4, 3
-MOST_PREDICTED = 1000
-"""Points of a cell that the cost model predicts, up to 5 ranks; beyond, that takes longer than to measure some."""
 
 
 class Desk:
@@ -99,20 +96,11 @@ class Desk:
                 grid,
                 self._passes.seconds,
                 seeds=self._seeds(context),
-                predict=self._predictor() if grid.points_around <= MOST_PREDICTED else None,
                 full_grid=self._arguments.full_grid,
-                patience=self._arguments.patience,
                 finalists=FINALISTS,
                 rounds=ROUNDS,
                 record=record,
             ).run()
-
-    def _predictor(self) -> Callable[[Partition], float] | None:
-        """The cost model's seconds of a partition, where there is a profile."""
-        if self._profile is None:
-            return None
-        costs = Chain(self._profile, self._shape, **self._how)
-        return lambda partition: costs.predict((partition,), (0,)).seconds
 
     def _seeds(self, context: int) -> tuple[Partition, ...]:
         """Where the best is expected: by the cost model, and by the neighbours that the table has."""

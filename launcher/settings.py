@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from megakv.base.extras import require_extra
 from megakv.launcher.ranks import DTYPES, read_hostfile
+from megakv.tracking.config import check_project
 from megakv.tracking.files import check_outputs
-from megakv.tracking.wandb_project import check_project
 
 if TYPE_CHECKING:
     from megakv.engine.config import MegaKVConfig

@@ -62,7 +62,6 @@ LONG_FILES = (
     "distributed/test_lost_peer.py",
     "unit/weights/test_tensor_parallel.py",
     "distributed/test_bad_input.py",
-    "unit/benchmarks/test_scaling.py",
     "unit/offload/test_columns.py",
     "distributed/test_placement.py",
     "unit/attention/test_prefill_plan.py",

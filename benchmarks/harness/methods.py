@@ -214,15 +214,13 @@ class Peers:
         if name in self._engines:
             self._engines.pop(name).destroy()
 
-    def prefill(self, name: str, ids: Tensor, *prepare: Callable[[], object]) -> Prefill:
-        """A whole prompt by plain transformers (``single``), by AutoTP, or by a method of MegaKV's."""
+    def peer(self, name: str, *, tp_size: int = 1) -> Peer:
+        """Plain transformers (``single``), AutoTP, or MegaKV with a method for prompts, tensor-parallel inside."""
         if name == "single":
-            peer = Peer(self.model)
-        elif name in TENSOR_PARALLEL:
-            peer = self.tensor_parallel(name)
-        else:
-            peer = ContextParallel(self.engine(name, {"prefill": name}))
-        return Prefill(name, peer, ids, *prepare)
+            return Peer(self.model)
+        if name in TENSOR_PARALLEL:
+            return self.tensor_parallel(name)
+        return ContextParallel(self.engine(name, {"prefill": name}, tp_size=tp_size))
 
 
 @contextlib.contextmanager

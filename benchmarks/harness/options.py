@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
+from megakv.tracking.config import check_project
 from megakv.tracking.files import check_outputs
-from megakv.tracking.wandb_project import check_project
 
 DTYPES = ("fp32", "bf16", "fp16")
 UNITS = {"K": 1 << 10, "M": 1 << 20}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from dataclasses import replace
 from functools import cache
 
@@ -11,8 +10,6 @@ from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import (
     Workload,
     attention_flops,
-    miss_rate_with_all_to_all,
-    new_tokens_hiding_kv,
 )
 from megakv.costmodel.decoding import ttit_seconds
 from megakv.costmodel.hardware import HardwareProfile
@@ -37,7 +34,6 @@ NAMES = (
     "context_parallel_figure_7",
 )
 WHOLE_PROMPTS = "context_parallel_prefill"
-BREAKDOWN = "context_parallel_table_5"
 PARTIAL = "partial_prefill_layer_s"
 """Seconds that a layer of the paper's partial prefill (Table 4) takes beside its work. They are its own code's, not the
 machine's: 128,000 tokens on 4 hosts with nothing cached take 11.46 s that way and 10.95 s as a full prefill (Table 7),
@@ -163,44 +159,6 @@ def tipping_point(constants: Constants, *, total: int, cp: int) -> float:
         middle = (low + high) / 2
         low, high = (low, middle) if kv_wins(middle) else (middle, high)
     return math.exp(high)
-
-
-def around_the_tipping_point(constants: Constants, breakdown: Table, *, total: int = 128_000) -> dict[str, float]:
-    """Statements of the paper beside it: at 5% the two differ by less than 1%; below 3.25% the exchange is exposed.
-
-    Its Equation 5, with the rates that its own times imply, is below both, and so are the times of its Table 5.
-    """
-    new, cp = total // 20, breakdown.rows[0]["cp"]
-    times = [partial_ttft(constants, new, total - new, cp=cp, method=method) for method in ("pass_q", "pass_kv")]
-    profile = _profile(constants, cp)
-    rates = {"flops": Kernels(profile, _attention()).flops, "bandwidth": profile.exchange.bandwidth}
-    hiding = new_tokens_hiding_kv(_attention(), size=cp, **rates)
-
-    def kv_wins(tokens: int) -> bool:
-        return tokens / total >= miss_rate_with_all_to_all(_attention(), tokens, size=cp, **rates)
-
-    return {
-        "pass_q_over_pass_kv_at_5_percent": times[0] / times[1],
-        "published_pass_q_over_pass_kv_at_5_percent": 1.0,
-        "exposed_below_miss_rate": hiding / total,
-        "published_exposed_below_miss_rate": 0.0325,
-        "equation_5_miss_rate": bisect_left(range(total), True, key=kv_wins) / total,
-        "table_5_miss_rate": balance_of(breakdown) / total,
-    }
-
-
-def balance_of(breakdown: Table) -> float:
-    """New tokens at which, by Table 5, exposed exchanges of pass-KV take as long as the All2All of pass-Q.
-
-    Times are taken to lie on straight lines through the table's two rows.
-    """
-    seconds: dict[str, list[float]] = {}
-    for cell in cells_of(breakdown):
-        seconds.setdefault(f"{cell.setting['method']} {cell.setting['part']}", []).append(cell.value)
-    (first, second), cp = (row["new"] for row in breakdown.rows), breakdown.rows[0]["cp"]
-    sent, attention, back = (seconds[name] for name in ("pass_kv send_recv", "pass_kv attention", "pass_q all_to_all"))
-    gains = [(cp - 1) * (s - a) - b for s, a, b in zip(sent, attention, back, strict=True)]
-    return float(first + (second - first) * gains[0] / (gains[0] - gains[1]))
 
 
 def headlines(constants: Constants, table: Table) -> dict[str, Headline]:

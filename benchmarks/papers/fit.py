@@ -33,17 +33,6 @@ class Constant:
     high: float
 
 
-NEAR = 1.1
-"""A constant this close to a bound is what the bound says, not what the times say."""
-
-
-def at_bounds(values: Mapping[str, float], constants: Mapping[str, Constant]) -> list[str]:
-    """Names of the constants whose search ended at a bound."""
-    return [
-        name for name, each in constants.items() if values[name] < each.low * NEAR or values[name] * NEAR > each.high
-    ]
-
-
 def fitted(cells: Sequence[Cell], constants: Mapping[str, Constant], predict: Predict) -> dict[str, float]:
     """Constants with the least error of the cells that are there to be fitted, on a logarithmic scale.
 

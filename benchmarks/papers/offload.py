@@ -56,10 +56,3 @@ def layer_prices(model: ModelShape, constants: Constants, *, batch: int) -> Laye
         activation_s=batch * hidden * model.element_bytes / link,
         recompute_s=4 * batch * hidden * kv_dim / constants["recompute_flops"],
     )
-
-
-def implied_flops(cell: Cell) -> float:
-    """Operations a second of an A100 by Table 1's compute column: its cache's keys and values, from activations."""
-    model = model_shape(cell.setting["model"])
-    tokens = BATCH // 2 * 1024
-    return 4 * tokens * model.hidden * model.kv_heads * model.key_dim / cell.value

@@ -4,42 +4,34 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing import Any, Literal
 
 PATH = Path(__file__).with_name("published.json")
 DIFFERING = 0.03
 """Two published values closer than this have no winner."""
 
-Value = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Use = Literal["fitted", "held_out", "reported"]
+Setting = Mapping[str, Any]
 
 
-class Table(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class Table:
     """One published table."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     paper: str
     source: str
     quantity: str
     unit: str
-    rows: tuple[dict[str, Any], ...] = Field(min_length=1)
-    columns: tuple[dict[str, Any], ...] = Field(min_length=1)
-    values: tuple[tuple[Value | None, ...], ...]
+    rows: Sequence[Setting]
+    columns: Sequence[Setting]
+    values: Sequence[Sequence[float | None]]
     compared: str | None = None
-    reported: tuple[dict[str, Any], ...] = ()
+    reported: Sequence[Setting] = ()
     note: str = ""
-
-    @model_validator(mode="after")
-    def _consistent(self) -> Self:
-        if len(self.values) != len(self.rows) or any(len(row) != len(self.columns) for row in self.values):
-            raise ValueError(f"{self.name}: values must be {len(self.rows)} rows of {len(self.columns)}")
-        return self
 
     def use(self, row: int, column: int) -> Use:
         """Cells are fitted and held out in turn, like the fields of a chess board; a single column's by its rows."""
@@ -86,14 +78,9 @@ class Headline:
     use: Use  # That of its cell, or of the cell that it follows from; ``reported``: neither fitted nor judged
 
 
-def load_tables(path: Path = PATH) -> dict[str, Table]:
+def load_tables() -> dict[str, Table]:
     """The published tables by name."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        tables = [Table.model_validate(table) for table in values["tables"]]
-    except (ValidationError, KeyError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return {table.name: table for table in tables}
+    return {table["name"]: Table(**table) for table in json.loads(PATH.read_text(encoding="utf-8"))["tables"]}
 
 
 def cells_of(table: Table) -> list[Cell]:

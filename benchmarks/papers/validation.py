@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from . import context_parallel, fairkv, offload, runahead
-from .fit import at_bounds, fitted
+from .fit import fitted
 from .published import Cell, Headline, Table, cells_of, pairs_of
 
 HEADLINE_BAR = 0.15
@@ -23,7 +23,6 @@ class Validation:
     tables: Mapping[str, Table]
     predicted: dict[Cell, float] = field(default_factory=dict)
     constants: dict[str, Mapping[str, Any]] = field(default_factory=dict)  # Fitted, by group of tables that share them
-    at_bounds: dict[str, list[str]] = field(default_factory=dict)  # Of these, those whose search ended at a bound
     headlines: dict[str, Headline] = field(default_factory=dict)  # By name
 
     def cells(self, names: Sequence[str]) -> list[Cell]:
@@ -60,7 +59,6 @@ def validate(tables: Mapping[str, Table]) -> Validation:
     ):
         known = found.cells(names)
         values = found.constants[group] = fitted(known, constants, predict) if fit is None else fit(known)
-        found.at_bounds[group] = at_bounds(values, constants)
         found.add(known, partial(predict, constants=values))
     whole = tables[context_parallel.WHOLE_PROMPTS]
     found.headlines |= context_parallel.headlines(found.constants["context_parallel"], whole)
@@ -95,8 +93,6 @@ def summarise(found: Validation) -> dict[str, Any]:
     for name, each in found.headlines.items():
         error = each.predicted / each.published - 1
         headlines[name] = {**asdict(each), "error": error, "within_bar": abs(error) <= HEADLINE_BAR}
-    breakdown = tables[context_parallel.BREAKDOWN]
-    recomputed = [cell for cell in cells_of(tables["kvpr_table_1"]) if cell.setting["part"] == "recomputation"]
     return {
         "held_out_median_error": found.median_error(cells, "held_out"),
         "fitted_median_error": found.median_error(cells, "fitted"),
@@ -115,16 +111,7 @@ def summarise(found: Validation) -> dict[str, Any]:
         },
         "headlines": headlines,
         "constants": found.constants,
-        "constants_at_bounds": found.at_bounds,
-        "reported": {
-            "context_parallel_tipping_point": context_parallel.around_the_tipping_point(
-                found.constants["context_parallel"], breakdown
-            ),
-            "kvpr_table_1_recomputation_flops": [
-                {**cell.setting, "implied_flops": offload.implied_flops(cell)} for cell in recomputed
-            ],
-            "notes": {table.name: table.note for table in tables.values() if table.note},
-        },
+        "notes": {table.name: table.note for table in tables.values() if table.note},
     }
 
 

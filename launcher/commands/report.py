@@ -20,9 +20,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Write one HTML page, with nothing outside it, about one or several runs side by side."""
+    from megakv.tracking.config import check_project
     from megakv.tracking.files import check_outputs, write_whole
     from megakv.tracking.page import page, read_runs
-    from megakv.tracking.wandb_project import check_project
 
     check_project(arguments.wandb)
     check_outputs({"--html": arguments.html}, {path: path for path in arguments.reports})

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
     add("--profile", metavar="FILE", help="of megakv profile: its prediction is where a search begins")
     add("--threads", type=int, default=1, help="threads of every rank (default 1)")
     add("--step", type=int, help=f"tokens of the finest stride (default about 1/{UNITS} of the prompt)")
-    add("--patience", type=int, help="partitions without progress that end a stride (default 4 for each bound)")
     add("--repeats", type=int, default=2, help="passes of a promising partition (default 2)")
     add("--full-grid", action="store_true", help="first measure all points of every cell, as published: hundreds")
     add("--png", metavar="FILE", help="picture of the search (default: beside the table)")
@@ -94,7 +93,7 @@ def check_search(arguments: argparse.Namespace, config: MegaKVConfig) -> None:
     from megakv.costmodel.hardware import load_profile
     from megakv.runahead.table import load_table
 
-    for name in ("threads", "repeats", "step", "patience"):
+    for name in ("threads", "repeats", "step"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name} {value}: allowed: 1 or more")

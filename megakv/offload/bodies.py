@@ -1,7 +1,12 @@
-"""What compression kept of a sequence in one layer, off the accelerator."""
+"""What compression kept of a sequence in one layer, off the accelerator, and the store of such a layer.
+
+The store puts what is kept of a turn into pages once it was chosen. It attends to that where it was brought, or leaves
+it to the host; all other rows are those of an inner store.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,12 +16,16 @@ from torch import Tensor
 
 from megakv.attention.compiled import Packing, RowTable, Run, laid
 from megakv.base.tensor_files import StreamedTensor
+from megakv.cache.ragged import RaggedStore, Rotate
+from megakv.cache.ragged_attention import AttendedBody, RaggedPart
 from megakv.cache.ragged_body import Body, BodyIndex, RaggedBody, streamed
 from megakv.distributed.sharding import IntArray
 from megakv.offload.link import Move
 from megakv.offload.paged_rows import PagedRows
 from megakv.offload.row_format import GroupQuantiser
-from megakv.offload.store import StoreEngine
+from megakv.offload.shared_tiers import SharedTiers
+from megakv.offload.store import Strip, TieredStore
+from megakv.offload.tiered_rows import StoreEngine
 
 
 class TieredBody(Body):
@@ -99,7 +108,10 @@ class TieredBody(Body):
         """Where it lies; copied where that is on disk, or not in one piece."""
         runs = [run for _, run in self._rows.runs_in_memory(self.tokens)]
         stored = runs[0] if len(runs) == 1 else torch.cat(runs)
-        return self.within(stored) if self.quantiser is None else PackedBody(self, stored, self.quantiser.packing)
+        if self.quantiser is None:
+            return self.within(stored)
+        dims = self.key_dim, self.value_dim, self.dtype
+        return PackedBody(self.index, *dims, stored, self.quantiser.packing, self.unpacked)
 
     def nbytes(self) -> int:
         return self._rows.nbytes + self.index.nbytes()
@@ -109,25 +121,13 @@ class TieredBody(Body):
 class PackedBody:
     """A body on the host in few bits, `stored` as ``[n, nbytes]``, which the compiled kernel attends to as it is."""
 
-    body: TieredBody
+    index: BodyIndex
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
     stored: Tensor
     packing: Packing
-
-    @property
-    def index(self) -> BodyIndex:
-        return self.body.index
-
-    @property
-    def key_dim(self) -> int:
-        return self.body.key_dim
-
-    @property
-    def value_dim(self) -> int:
-        return self.body.value_dim
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.body.dtype
+    unpacked: Callable[[Tensor], RaggedBody]
 
     @cached_property
     def runs(self) -> RowTable:
@@ -140,4 +140,42 @@ class PackedBody:
         return RowTable.at(table)
 
     def here(self) -> RaggedBody:
-        return self.body.unpacked(self.stored)
+        return self.unpacked(self.stored)
+
+
+class CompressedStore(RaggedStore):
+    """What compression keeps of a turn goes into the tiers, and all other rows into those of an inner store."""
+
+    _inner: TieredStore | SharedTiers
+
+    def __init__(self, batch: int, inner: TieredStore | SharedTiers, rotate: Rotate | None = None):
+        super().__init__(batch, inner, rotate)
+        self.tier = inner.tier
+
+    @property
+    def strips(self) -> list[Strip]:
+        """Those of all other rows."""
+        return self._inner.strips
+
+    def set_format(self, k_KSD: Tensor, v_KSD: Tensor) -> None:
+        """Take the format of keys and values, of which there may be none."""
+        self._inner.set_format(k_KSD, v_KSD)
+
+    def _keep(self, body: Body) -> TieredBody:
+        if isinstance(body, TieredBody):
+            return body
+        body = body.here()
+        # Of no tokens.
+        self.set_format(*(each[:0].expand(len(body.counts), 0, -1) for each in (body.k_nD, body.v_nD)))
+        return TieredBody(body, self.tier.layer, self.tier.engine, self.tier.body_quantiser)
+
+    def _here(self, body: Body) -> RaggedBody | None:
+        return None if self.tier.leaves(body) else self.tier.brought(body) or body.here()
+
+    def left(self, sequence: int, slots: IntArray, positions: IntArray) -> Iterator[RaggedPart]:
+        """What the host attends to where it lies."""
+
+        def on_host(body: Body) -> AttendedBody | None:
+            return body.on_host() if isinstance(body, TieredBody) and self.tier.leaves(body) else None
+
+        return self._kept_parts(sequence, slots, positions, on_host)

@@ -11,29 +11,29 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
 from megakv.cache.cache import ShardedCache
-from megakv.cache.dense import DenseStore
 from megakv.cache.ragged import Rotate
 from megakv.cache.ragged_attention import RaggedPart
 from megakv.cache.shares import HeadShares
 from megakv.cache.store import KVStore
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable, chunk_bounds
 from megakv.fairkv.replicas import HeadReplicas
-from megakv.offload.bodies import TieredBody
+from megakv.offload.bodies import CompressedStore, TieredBody
 from megakv.offload.shared_tiers import SharedTiers
-from megakv.offload.store import StoreEngine, Strip, TieredStore
-from megakv.offload.turn_store import CompressedStore, TurnStore
+from megakv.offload.store import Strip, TieredStore
+from megakv.offload.tiered_rows import StoreEngine
 
 
 class CacheEngine(StoreEngine, Protocol):
     """What a cache tells the engine that it belongs to (see `Offloader`)."""
 
+    def new_cache(self, layers: int) -> OffloadedCache: ...
     def begin(self, cache: OffloadedCache, layout: Layout, *, stays: bool, turn: bool) -> None: ...
     def columns(self, cache: OffloadedCache, call: AttentionCall) -> Iterator[AttentionCall]: ...
     def end(self, cache: OffloadedCache) -> None: ...
@@ -82,22 +82,12 @@ class OffloadedCache(ShardedCache):
         self._engine, self._replicas = engine, replicas
 
     def _empty(self) -> OffloadedCache:
-        return OffloadedCache(
-            len(self._stores),
-            size=self.size,
-            rank=self.rank,
-            engine=self._engine,
-            compresses=self.compresses,
-            replicas=self._replicas,
-            rotate=self._rotate,
-        )
+        cache = self._engine.new_cache(len(self._stores))
+        cache.compresses = self.compresses
+        return cache
 
     def _compressing(self, store: Any, rotate: Rotate | None) -> CompressedStore:
-        batch = self.table.batch
-        if not isinstance(store, SharedTiers):
-            # Beside what heads keep, unused capacity of a turn's rows counts.
-            store = TurnStore(store, DenseStore(batch, least_growth=2))
-        return CompressedStore(batch, store, rotate)
+        return CompressedStore(self.table.batch, store, rotate)
 
     def begin(
         self, layout: Layout, batch: int, *, prompts: int | None = None, stays: bool = True, turn: bool = False
@@ -111,22 +101,20 @@ class OffloadedCache(ShardedCache):
         super().commit(slots, compressed=compressed, first=first, proposed=proposed)
         self._engine.end(self)
 
+    def _tiered(self, layer: int) -> TieredStore | SharedTiers | CompressedStore:
+        return cast(TieredStore | SharedTiers | CompressedStore, self.store(layer))
+
     def tier(self, layer: int) -> TieredStore:
         """The rows of a layer that lie in tiers whole: all tokens, and all heads but those of several ranks."""
-        store: Any = self.store(layer)
-        tier: TieredStore = store.tier
-        return tier
+        return self._tiered(layer).tier
 
     def strips(self, layer: int) -> list[Strip]:
         """The tiers of a layer, that one first."""
-        store: Any = self.store(layer)
-        strips: list[Strip] = store.strips
-        return strips
+        return self._tiered(layer).strips
 
     def set_format(self, layer: int, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """Take the format of a layer's keys and values, of which there may be none."""
-        store: Any = self.store(layer)
-        store.set_format(k_KSD, v_KSD)
+        self._tiered(layer).set_format(k_KSD, v_KSD)
 
     @property
     def heads(self) -> Sequence[Sequence[HeadShares | None]]:

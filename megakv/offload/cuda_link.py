@@ -133,7 +133,11 @@ class StreamLink(Link):
         before = [*after, *([self._latest[direction]] if direction in self._latest else [])]
         self._latest[direction] = transfer
         if not transfer.file_bytes and all(other.made for other in before):
-            transfer.make(self._copy)
+            try:
+                transfer.make(self._copy)
+                transfer.work.set_result(None)
+            except Exception as problem:
+                transfer.work.set_exception(problem)
         else:
             self._queue(transfer)
         return transfer
@@ -163,33 +167,12 @@ class StreamLink(Link):
             transfer.ended = self._streams.event(stream, timed=True)
 
     def _copy_memory(self, stream: Any, direction: Direction, moves: Sequence[Move]) -> None:
-        """All at once, each within seams."""
+        """All at once."""
         columns = ((move.host, move.device, move.sizes) for move in moves)
         host, device, sizes = map(np.concatenate, zip(*columns, strict=True))
         holds = {id(tensor): tensor for move in moves for tensor in move.holds}.values()
-        if self.seams:
-            host, device, sizes = self._within_seams(host, device, sizes)
         ends = (device, host) if direction == "in" else (host, device)
         self._streams.copy(stream, *ends, sizes, holds)
-
-    def _within_seams(self, host: IntArray, device: IntArray, sizes: IntArray) -> tuple[IntArray, IntArray, IntArray]:
-        """The same copies; those that go across seams in parts."""
-        lows, highs = np.searchsorted(self.seams, host, "right"), np.searchsorted(self.seams, host + sizes, "left")
-        crossing = np.flatnonzero(highs > lows)
-        if not len(crossing):
-            return host, device, sizes
-        starts = [np.array([0, *self.seams[lows[each] : highs[each]]]) for each in crossing]
-        for each, own in zip(crossing, starts, strict=True):
-            own[1:] -= host[each]
-        index = np.repeat(crossing, [len(own) for own in starts])
-        parts = np.concatenate([np.diff(own, append=sizes[each]) for each, own in zip(crossing, starts, strict=True)])
-        first = np.concatenate(starts)
-        others = highs <= lows
-        return (
-            np.concatenate([host[others], host[index] + first]),
-            np.concatenate([device[others], device[index] + first]),
-            np.concatenate([sizes[others], parts]),
-        )
 
     def _copy_files(self, stream: Any, direction: Direction, moves: Iterable[Move]) -> None:
         """While one piece is copied, the next one is read; or the one before is written."""

@@ -8,7 +8,6 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from megakv.offload.host_memory import available_memory
 
 logger = logging.getLogger(__name__)
 
-BLOCK_BYTES = 64 << 10
-"""What the disk refuses is kept in blocks of that size."""
 PROBE_BYTES = 4 << 20
 """Behind the budget, for what is written and read again to try the disk."""
 LEAST_PROBE_BYTES, GROWTH = 64 << 10, 4
@@ -41,14 +38,6 @@ SMALL_BYTES = 64 << 10
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a contiguous tensor, of any type."""
     return tensor.view(-1).view(torch.uint8)
-
-
-def _blocks(offset: int, count: int) -> Iterator[tuple[int, slice, slice]]:
-    """The blocks of a file that a range lies in: number, the range's part of each, and that part of the range."""
-    for index in range(offset // BLOCK_BYTES, -(-(offset + count) // BLOCK_BYTES)):
-        first = index * BLOCK_BYTES
-        low, high = max(first, offset), min(first + BLOCK_BYTES, offset + count)
-        yield index, slice(low - first, high - first), slice(low - offset, high - offset)
 
 
 @dataclass(frozen=True)
@@ -79,12 +68,13 @@ class DiskTier:
     """
 
     name = "disk"
-    seams: Sequence[int] = ()
 
     def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
-        self.budget, self.io, self._folder = budget, io, str(folder)
-        # Blocks of the file in host memory, some of which the disk refused; None as long as it refused nothing.
-        self._refused: dict[int, bytearray] | None = None
+        self.budget = self.seam = budget
+        self.io, self._folder = io, str(folder)
+        # Once the disk has refused anything: memory as large as the file, and the parts of it that hold rows.
+        self._memory: mmap.mmap | None = None
+        self._refused: list[tuple[int, int]] = []
         self._lock = threading.Lock()
         self._direct: int | None = None
         try:
@@ -125,19 +115,14 @@ class DiskTier:
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill memory with what lies from a byte on; an OSError where the disk does not give it back."""
+        past_cache = self._direct is not None and len(memory) >= SMALL_BYTES
+        (self._read_direct if past_cache else self._read)(offset, memory)
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
-        refused = self._refused
-        if refused is None:
-            past_cache = self._direct is not None and len(memory) >= SMALL_BYTES
-            (self._read_direct if past_cache else self._read)(offset, memory)
-            return
         with self._lock:
-            blocks = list(_blocks(offset, len(memory)))
-            if any(index not in refused for index, _, _ in blocks):
-                self._read(offset, memory)
-            for index, inner, outer in blocks:
-                if index in refused:
-                    memory[outer] = refused[index][inner]
+            for first, last in self._refused:
+                low, high = max(first, offset), min(last, offset + len(memory))
+                if self._memory is not None and low < high:
+                    memory[low - offset : high - offset] = memoryview(self._memory)[low:high]
 
     def _read_past_cache(self) -> None:
         """Open the file once more, and look whether its file system takes such reads."""
@@ -193,39 +178,29 @@ class DiskTier:
         An OSError where neither takes them.
         """
         done = 0
-        while self._refused is None and done < len(memory):
+        while self._memory is None and done < len(memory):
             try:
                 done += os.pwritev(self.fileno, [memory[done:]], offset + done)
             except OSError as error:
-                self._refused = {}
+                self._memory = mmap.mmap(-1, self.budget)
                 logger.warning(
                     "writing to megakv.offload.disk_path = %r failed (%s): what it should take stays in host memory "
                     "from now on, beyond megakv.offload.host_gb; generation goes on as long as that lasts",
                     self._folder,
                     error.strerror,
                 )
-        if self._refused is None:
+        if self._memory is None:
             return
-        with self._lock:
-            # Another thread's failure may have kept a block as it was before this write reached the file.
-            for index, inner, outer in _blocks(offset, done):
-                if index in self._refused:
-                    self._refused[index][inner] = memory[outer]
-            if done < len(memory):
-                self._keep(offset + done, memory[done:])
-
-    def _keep(self, offset: int, memory: memoryview) -> None:
+        # Also rows that reached the file: what another thread keeps from now on may lie around them.
         free = available_memory()
         if free is not None and len(memory) > free:
             raise OSError(f"and host memory has no room for what it refuses ({in_units(free)} are free)")
-        assert self._refused is not None
-        for index, inner, outer in _blocks(offset, len(memory)):
-            if index not in self._refused:
-                block = bytearray(BLOCK_BYTES)
-                # The other rows of the block lie there.
-                self._read(index * BLOCK_BYTES, memoryview(block))
-                self._refused[index] = block
-            self._refused[index][inner] = memory[outer]
+        last = offset + len(memory)
+        with self._lock:
+            self._memory[offset:last] = memory
+            spans = [span for span in self._refused if span[0] <= last and span[1] >= offset]
+            whole = min([offset, *(first for first, _ in spans)]), max([last, *(end for _, end in spans)])
+            self._refused = [*(span for span in self._refused if span not in spans), whole]
 
     def measure(self) -> float:
         """Bandwidth of reading, in bytes per second; 0 where the disk fails.
@@ -234,7 +209,7 @@ class DiskTier:
         disk is.
         """
         begun, rate, nbytes = time.perf_counter(), 0.0, LEAST_PROBE_BYTES
-        while nbytes <= PROBE_BYTES and time.perf_counter() - begun < ENOUGH_S and self._refused is None:
+        while nbytes <= PROBE_BYTES and time.perf_counter() - begun < ENOUGH_S and self._memory is None:
             # Some file systems would not write zeros.
             memory, seconds = bytearray(os.urandom(nbytes)), []
             try:
@@ -258,4 +233,5 @@ class DiskTier:
             os.close(self._direct)
             self._direct = None
         self._file.close()
-        self._refused = None
+        self._memory = None
+        self._refused = []

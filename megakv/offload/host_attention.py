@@ -8,8 +8,8 @@ from dataclasses import replace
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
-from megakv.attention.partial import Part
 from megakv.distributed.sharding import TokenBlock, TokenTable
+from megakv.offload.cache import OffloadedCache
 from megakv.offload.host_rank import HostPart, HostParts, HostRank, HostRows, Queries
 from megakv.offload.store import Strip
 
@@ -17,14 +17,14 @@ from megakv.offload.store import Strip
 def attend_on_host(
     host: HostRank,
     call: AttentionCall,
+    cache: OffloadedCache,
     table: TokenTable,
     q_HLD: Tensor,
     tokens: TokenBlock,
     strips: Sequence[Strip],
-    left: Sequence[Part],
 ) -> HostParts | None:
-    """Begin to attend to what was left to the host of a layer's strips, and to `left`, parts of all heads, as of
-    `HostRank.start`; None where all is on the accelerator.
+    """Begin to attend, as of `HostRank.start`, to what was left to the host of a layer's strips, and of what
+    compression kept of a cache; None where all is on the accelerator.
     """
     staged, latent = strips[0].store.staged, call.scoring.latent
     if latent is not None:
@@ -38,6 +38,7 @@ def attend_on_host(
     if staged is None or not staged.host_attends:
         return None
     found: list[HostPart] = []
+    left = cache.left(strips[0].store.layer, staged.group) if staged.left else []
     if left and len(strips) > 1:
         # All heads have them, and their rows are not in one tier.
         found.append(host.start(call, q_HLD, tokens, strips[0].store, HostRows([], [], []), left))

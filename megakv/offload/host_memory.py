@@ -119,14 +119,18 @@ def _touch(piece: Tensor) -> int:
 class HostTier:
     """Host memory, taken once: its size is exactly the budget in bytes, and all of it is there.
 
-    With `pin` it is page-locked, so that an accelerator copies at full speed beside computation.
+    With `pin` it is page-locked, so that an accelerator copies at full speed beside computation: in pieces, as the
+    driver knows each by itself. No copy may go across multiples of `seam` bytes, which is a multiple of `unit`.
     """
 
     name = "host"
 
-    def __init__(self, budget: int, *, pin: bool = False, free: Callable[[], int | None] = available_memory):
+    def __init__(
+        self, budget: int, *, pin: bool = False, unit: int = 1, free: Callable[[], int | None] = available_memory
+    ):
         check_host_budget(budget, free())
         self.budget = budget
+        self.seam = max(unit, PIN_BYTES // unit * unit) if pin else max(unit, budget)
         self._memory = host_memory(budget)
         self._address = self._memory.data_ptr()
         take_memory(self._memory, free)
@@ -150,11 +154,6 @@ class HostTier:
         assert 0 <= offset <= self._memory.numel() - nbytes
         return self._address + offset
 
-    @property
-    def seams(self) -> list[int]:
-        """Addresses at which pieces of pinned memory meet: the driver knows each by itself, and copies within one."""
-        return [self._address + first for first in range(PIN_BYTES, self.budget, PIN_BYTES)] if self._pinned else []
-
     def close(self) -> None:
         runtime = torch.cuda.cudart() if self._pinned else None
         for address in self._pinned:
@@ -168,8 +167,8 @@ class HostTier:
         """Pin in place: torch's own pinned memory is rounded up to a power of two."""
         runtime: Any = torch.cuda.cudart()
         start = self._address
-        for first in range(0, self.budget, PIN_BYTES):
-            size = min(PIN_BYTES, self.budget - first)
+        for first in range(0, self.budget, self.seam):
+            size = min(self.seam, self.budget - first)
             status = int(runtime.cudaHostRegister(start + first, size, 0))
             if status:
                 logger.warning(

@@ -7,7 +7,6 @@ thread of each direction, paced to a bandwidth. Whatever is measured on it must 
 from __future__ import annotations
 
 import ctypes
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -97,11 +96,6 @@ class Move(NamedTuple):
     def in_memory(self) -> bool:
         return isinstance(self.host, np.ndarray)
 
-    def run(self, direction: Direction) -> None:
-        """Copy now, where the host is the accelerator."""
-        for copy in self.copies():
-            copy.run(direction)
-
     def copies(self, most: int | None = None) -> Iterator[Copy]:
         """Each of them, in pieces of at most so many bytes if that is given."""
         host = self.host
@@ -131,16 +125,20 @@ class Transfer:
         self.moves, self.after = tuple(moves), tuple(after)
         self.nbytes = sum(move.nbytes for move in moves)
         self.file_bytes = sum(move.nbytes for move in moves if not move.in_memory)
-        self.error: BaseException | None = None
+        self.work: Future[None] = Future()
         self.first: Any = None
         self.ended: Any = None
-        self._streams = streams
-        self._made, self._done = threading.Event(), False
+        self._streams, self._done = streams, False
 
     @property
     def made(self) -> bool:
         """Whether the thread has done its part, well or badly."""
-        return self._made.is_set()
+        return self.work.done()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Error with which it was made, if any."""
+        return self.work.exception() if self.made else None
 
     # Threads have modes of their own: outside of this one, tensors of a caller who is in it may not be written to.
     @torch.inference_mode()
@@ -148,22 +146,13 @@ class Transfer:
         """Have it copied; an error belongs to whoever waits for the transfer."""
         try:
             copy(self)
-        except Exception as problem:
-            self.error = problem
-        self.moves, self.after = (), ()
-        self._made.set()
-
-    def left(self, work: Future[None]) -> None:
-        """What was to make it has ended; if it never began, as where a thread could not be made ready, it failed."""
-        if not self.made:
-            self.error, self.moves, self.after = work.exception() or RuntimeError("it was not begun"), (), ()
-            self._made.set()
+        finally:
+            self.moves, self.after = (), ()
 
     def join(self) -> None:
         """Block until the thread has done its part."""
-        self._made.wait()
-        if self.error is not None:
-            raise MegaKVError(f"a transfer of {self.nbytes} bytes failed: {self.error}") from self.error
+        if (error := self.work.exception()) is not None:
+            raise MegaKVError(f"a transfer of {self.nbytes} bytes failed: {error}") from error
 
     @property
     def done(self) -> bool:
@@ -175,14 +164,14 @@ class Transfer:
 
     def wait(self) -> None:
         """Let what this thread computes next come after the transfer."""
-        self._made.wait()
+        self.work.exception()
         if self.ended is not None:
             self.ended.wait(self._streams.current())
         self.join()
 
     def settle(self) -> None:
         """Block until it has ended: its memory on the host may be read, or given to others."""
-        self._made.wait()
+        self.work.exception()
         if self.ended is not None and not self.done:
             self.ended.synchronize()
         self.join()
@@ -215,12 +204,11 @@ class Traffic:
 class Link(ABC):
     """Both directions between the host and one accelerator, with a clock of the accelerator's side.
 
-    Each thread calls `prepare` first. No single copy goes across `seams`, addresses on the host in ascending order.
+    Each thread calls `prepare` first.
     """
 
     def __init__(self, clock: Clock, prepare: Callable[[], None] | None = None):
         self.clock = clock
-        self.seams: list[int] = []
         self._traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
         self._threads = {name: ThreadPoolExecutor(1, f"link-{name}", prepare) for name in self._traffic}
         self._outgoing: deque[Transfer] = deque()
@@ -262,7 +250,7 @@ class Link(ABC):
         """Copy what a transfer moves."""
 
     def _queue(self, transfer: Transfer) -> None:
-        self._threads[transfer.direction].submit(transfer.make, self._copy).add_done_callback(transfer.left)
+        transfer.work = self._threads[transfer.direction].submit(transfer.make, self._copy)
 
     def close(self) -> None:
         """End all transfers and give back threads or streams."""

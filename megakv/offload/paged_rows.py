@@ -62,8 +62,9 @@ class PagedRows:
         self._layer, self._pool = layer, pool
         self._pages: list[Page] = []
         self.joined: list[Stretch] = []
-        # Pages before those, of which no row is held, and leading pages that are known to lie in memory.
-        self._given = self._leading = 0
+        # Pages before those, of which no row is held, and the first row that lies on disk.
+        self._given = 0
+        self._away: int | None = None
         # Rows without elements need no page.
         self.known, self.width, self._row_bytes, self.per_page = False, 0, 0, sys.maxsize
         if dtype is not None:
@@ -75,7 +76,7 @@ class PagedRows:
         self._row_bytes = width * dtype.itemsize
         self.per_page = self._pool.page_bytes // self._row_bytes if width else sys.maxsize
         page_bytes(0, self._row_bytes, self._pool.page_bytes)
-        self._given = self._leading = self.gone // self.per_page
+        self._given = self.gone // self.per_page
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -134,13 +135,16 @@ class PagedRows:
         dense = self._row_bytes * self.per_page == size
         for index, page in enumerate(pages, start=self._given + len(self._pages) - len(pages)):
             last = joined[-1] if joined else None
-            if last and dense and last.tier is page.tier and last.offset + last.nbytes == page.offset:
+            follows = last and dense and last.tier is page.tier and last.offset + last.nbytes == page.offset
+            if last and follows and page.offset % page.tier.seam:
                 last.pages.append(page)
             else:
+                if self._away is None and not isinstance(page.tier, HostTier):
+                    self._away = index * self.per_page
                 joined.append(Stretch(index * self.per_page, page.tier, page.offset, [page], self.per_page, size))
 
     def _join_anew(self) -> None:
-        self.joined = []
+        self.joined, self._away = [], None
         self._join(self._pages)
 
     def _replace_last(self, rows: int) -> None:
@@ -156,7 +160,6 @@ class PagedRows:
             place.write_from(found)
         self._pages[-1] = own
         self._join_anew()
-        self._leading = min(self._leading, self._given + len(self._pages) - 1)
         self._pool.give(shared)
 
     def append(self, rows: Tensor) -> list[Move]:
@@ -191,10 +194,7 @@ class PagedRows:
 
     def in_memory(self) -> int:
         """Leading rows that lie in memory, or are on the way there."""
-        pages, given = self._pages, self._given
-        while self._leading < given + len(pages) and isinstance(pages[self._leading - given].tier, HostTier):
-            self._leading += 1
-        return self.length if self._leading == given + len(pages) else self._leading * self.per_page
+        return self.length if self._away is None else self._away
 
     def runs_in_memory(self, last: int, first: int = 0) -> Runs:
         """Rows from `first` up to `last`; waits for those that are on the way there."""
@@ -212,7 +212,6 @@ class PagedRows:
         kept = -(-self.length // self.per_page)
         given = self._given
         self._given = min(given, kept)
-        self._leading = min(self._leading, kept)
         self._give(slice(max(0, kept - given), None))
 
     def forget(self, rows: int) -> None:
@@ -221,7 +220,6 @@ class PagedRows:
             self.length = max(self.length, rows)
         self.gone = max(self.gone, min(rows, self.length))
         before, self._given = self._given, self.gone // self.per_page
-        self._leading = max(self._leading, self._given)
         self._give(slice(self._given - before))
 
     def _give(self, pages: slice) -> None:

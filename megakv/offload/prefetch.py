@@ -17,7 +17,7 @@ from megakv.offload.link import Link, Move
 from megakv.offload.method import Plan, Split, spread
 from megakv.offload.planner import Planner
 from megakv.offload.reach import OutOfWindow, Windows
-from megakv.offload.staging import Chunk, Piece, StagedLayer, StagingBuffer
+from megakv.offload.staging import Chunk, StagedLayer, StagingBuffer
 from megakv.offload.store import Strip, TieredStore
 
 BUFFERS = 2
@@ -269,7 +269,6 @@ def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int
     if not total:
         return
     inputs = staged.buffer.take("inputs", total, store.input_width, store.dtype)
-    pieces: list[Piece] = []
     runs: list[tuple[int, int, int, int]] = []
     filled = begun = 0
     for sequence, split in enumerate(staged.splits):
@@ -278,9 +277,8 @@ def _bring_inputs(store: TieredStore, staged: StagedLayer, link: Link, size: int
         while first < last:
             count = min(last - first, size - (filled - begun))
             runs.append((sequence, first, count, filled))
-            pieces.append(Piece(sequence, first, count))
             first, filled = first + count, filled + count
             if filled - begun == size or filled == total:
                 transfer = link.start("in", store.moves(inputs, runs, inputs=True))
-                staged.chunks.append(Chunk(inputs[begun:filled], tuple(pieces), transfer))
-                pieces, runs, begun = [], [], filled
+                staged.chunks.append(Chunk(inputs[begun:filled], runs, transfer))
+                runs, begun = [], filled

@@ -31,7 +31,7 @@ def made_tiers(
 ) -> tuple[HostTier, list[DiskTier]]:
     """Host memory and, where its budget holds a page, a file, without what weights have taken; `made` ends them."""
     held, disk = (0, None) if weights is None else (weights.host_bytes, weights.disk)
-    memory = HostTier(config.host_bytes - held, pin=pin)
+    memory = HostTier(config.host_bytes - held, pin=pin, unit=config.page_kib << 10)
     made.callback(memory.close)
     left = config.disk_bytes - (0 if disk is None else disk.budget)
     files = [DiskTier(left, config.disk_path, io=config.disk_io)] if left >= config.page_kib << 10 else []

@@ -23,7 +23,7 @@ def check_room(
     cache: OffloadedCache,
     layout: Layout,
     store: TieredStore,
-    seen: Sequence[int | None],
+    windows: Sequence[int | None],
     runtime: Runtime,
     *,
     prompt: int,
@@ -32,28 +32,29 @@ def check_room(
     """Refuse a generation, with a MegaKVError, if not all that will be held has room.
 
     A first pass over its prompt, which may come in pieces, is under way: its tokens are in the table, the rows of none
-    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows, as far
-    as those were `seen`, and their heads where a mapping places them. Budgets are the same on all ranks, tokens and
-    heads are not quite: every rank looks at the one with most, so that none is refused while others wait for it. What
-    is still to come is spread over the ranks, and what a turn that is compressed keeps, too: which rank and head keep
-    how much is known when it ends. Until then its tokens are on the accelerator. Where heads hold no more than a number
-    of tokens while decoding, what is evicted makes room for what comes.
+    are in a store yet. `store` is the layer's that comes first; the others hold as many, but for their windows, and
+    their heads where a mapping places them. Budgets are the same on all ranks, tokens and heads are not quite: every
+    rank looks at the one with most, so that none is refused while others wait for it. What is still to come is spread
+    over the ranks, and what a turn that may be compressed keeps, too: which rank and head keep how much is known when
+    it ends. Until then its tokens are on the accelerator. Where heads hold no more than so many tokens while decoding,
+    what is evicted makes room for what comes.
     """
-    shape, step = runtime.planner.shape, runtime.current
-    # Known before any layer has shown its own.
-    known = shape is not None and len(shape.layers) == len(seen)
-    windows = [layer.window for layer in shape.layers] if shape is not None and known else seen
-    compressor = runtime.compressor if step is not None and step.cache is cache else None
-    most = None if compressor is None else compressor.most
-    turn = None if step is None or compressor is None else step.compression.turn
-    ranks = 1 if runtime.planner.gathers else cache.size
-    table, new_tokens = cache.table, new_tokens if most is None else min(new_tokens, most)
+    table, ranks = cache.table, 1 if runtime.planner.gathers else cache.size
+    shape, step, compressor = runtime.planner.shape, runtime.current, runtime.compressor
+    if shape is not None and len(shape.layers) == len(windows):
+        # Known before any layer has shown its own.
+        windows = [layer.window for layer in shape.layers]
+    turn = None
+    if compressor is not None and step is not None and step.cache is cache:
+        turn = step.compression.turn
+        new_tokens = new_tokens if compressor.most is None else min(new_tokens, compressor.most)
     ends = [table.slots(rank, row)[-1:].max(initial=-1) for rank in range(table.size) for row in range(table.batch)]
     pieces = max(0, prompt - 1 - int(max(ends)))
     to_come = -(-(new_tokens + pieces) // ranks)
     turns = [] if turn is None else [length + pieces for length in table.since(turn.first).tolist()]
-    kept = [None if turn is None or compressor is None else compressor.kept(length) for length in turns]
-    kept = kept or [None] * table.batch
+    kept: list[int | None] = [None] * table.batch
+    if turn is not None and compressor is not None:
+        kept = [*map(compressor.kept, turns)]
     dense, prompts = cache.uncompressed(), table.prompts.tolist()
     found: list[tuple[int, int]] = []
     for rank in range(table.size):

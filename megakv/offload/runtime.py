@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import numpy as np
 from torch import Tensor
@@ -70,26 +71,20 @@ class Offloader:
         self.weights: WeightStream | None = None
         self.schedule = GroupSchedule(config, model, Agreement(comm))
 
-        def current() -> PassPlan:
-            assert runtime.current is not None
-            return runtime.current
-
         with ExitStack() as made:
             memory, disk = made_tiers(config, weights, pin=self.device.type == "cuda", made=made)
             self.pool = PagePool([memory, *disk], config.page_kib << 10, layers=layers)
             self._disk = self.pool.disk or (None if weights is None else weights.disk)
-            self.link = make_link(self.device, config.emulated_link_gb_s)
-            made.callback(self.link.close)
-            self.link.seams = sorted([*memory.seams, *([] if weights is None else weights.tier.seams)])
+            self.link = made.enter_context(closing(make_link(self.device, config.emulated_link_gb_s)))
             if config.host_attends:
-                self._host_rank = HostRank(config.cpu_threads, self.link.clock)
-                made.callback(self._host_rank.close)
-            self._recomputation = Recomputation(model, entered=self.enter, current=current)
+                self._host_rank = made.enter_context(closing(HostRank(config.cpu_threads, self.link.clock)))
+            self._recomputation = Recomputation(
+                model, entered=self.enter, current=lambda: cast(PassPlan, runtime.current)
+            )
             made.callback(self._recomputation.remove)
             if weights is not None:
-                link, groups = self.link, self.schedule.count
-                self.weights = WeightStream(model, weights, link=link, device=self.device, groups=groups)
-                made.callback(self.weights.close)
+                stream = WeightStream(model, weights, link=self.link, device=self.device, groups=self.schedule.count)
+                self.weights = made.enter_context(closing(stream))
             if config.groups > 1 or config.chooses_groups:
                 # Behind the hooks of the weights: those are there when a layer's first group is computed.
                 made.callback(LayerColumns(model, runtime, lambda: self._prefetch.groups).remove)
@@ -130,7 +125,7 @@ class Offloader:
         Every sequence may fill its last page of every layer with a single token.
         """
         assert isinstance(cache, OffloadedCache)
-        strips = [strip for layer in range(self._layers) for strip in cache.strips(layer)]
+        strips = (strip for layer in range(self._layers) for strip in cache.strips(layer))
         columns = [rows for strip in strips for rows in strip.store.rows_per_page]
         pages = self.pool.capacity - sequences * len(columns)
         return max(0, int(pages / sum(1 / rows for rows in columns))) if columns else sys.maxsize
@@ -167,8 +162,6 @@ class Offloader:
         new = np.diff(layout.stored[cache.rank].bounds).tolist()
         if self.schedule.choose(cache, layout, buffers=self._prefetch.nbytes):
             entered(groups=self.schedule.count)
-            if self.weights is not None:
-                self.weights.share(self.schedule.count)
         self._cache, self._layout = cache, layout
         self._decoding = all(count <= 1 for count in new)
         cached, plan = sum(cache.tier(0).lengths()), self._prefetch.plan(cache.tier(0))
@@ -183,8 +176,7 @@ class Offloader:
         ready = (len(self._prefetch) > 0 or not self._planner.ahead) and not self._evicts
         self._log.begin(cached=cached, new=sum(new), plan=plan, kv_bits=self.config.kv_bits, ready=ready)
         if self.weights is not None:
-            self.weights.waited.clear()
-            self.weights.spread = len(self._prefetch.groups) > 1
+            self.weights.begin(self.schedule.count, spread=len(self._prefetch.groups) > 1)
         self._prefetch.begin()
 
     def enter(self, layer: int, hidden_LE: Tensor) -> None:
@@ -199,7 +191,6 @@ class Offloader:
             else:
                 strip.store.enter()
         if index:
-            self.link.hold_up()
             self._pass_on(store, index - 1)
         if self._recomputes and self._keeps and store.keeps_inputs:
             inputs = self._recomputation.inputs(layer, hidden_LE)
@@ -243,7 +234,6 @@ class Offloader:
         """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""
         if self._cache is not None and self._cache.tier(store.layer) is not store:
             return
-        self.link.hold_up()
         if self.weights is not None:
             self.weights.attended()
         self._pass_on(store, len(self._prefetch.groups) - 1)
@@ -275,11 +265,7 @@ class Offloader:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
         if self._host_rank is None or self._cache is None:
             return None
-        store = strips[0].store
-        staged = store.staged
-        # What compression kept of the group of sequences, where it is left to the host.
-        left = self._cache.left(store.layer, staged.group) if staged is not None and staged.left else []
-        return attend_on_host(self._host_rank, call, self._table, q_HLD, tokens, strips, left)
+        return attend_on_host(self._host_rank, call, self._cache, self._table, q_HLD, tokens, strips)
 
     @property
     def disk_io(self) -> str | None:
@@ -319,16 +305,14 @@ class Offloader:
 
     def _pass_on(self, store: TieredStore, index: int) -> None:
         """A group of a layer was attended to: its buffer is free for the group after the next."""
-        assert self._log.current is not None
-        parts, counts = [], {}
-        if store.staged is not None:
-            parts, counts = store.staged.host_parts, store.staged.counts()
-        assert self._cache is not None
-        for strip in self._cache.strips(store.layer):
+        record, cache, staged = self._log.current, self._cache, store.staged
+        assert record is not None and cache is not None
+        self.link.hold_up()
+        for strip in cache.strips(store.layer):
             if strip.store.staged is not None:
                 strip.store.move_residents(strip.store.staged)
                 strip.store.staged = None
-        self._log.current.attended(store.layer, parts, counts)
+        record.attended(store.layer, *(([], {}) if staged is None else (staged.host_parts, staged.counts())))
         # A layer that has yet to evict is not what the next step needs.
         beyond = self._decoding and self._planner.ahead and not self._evicts
         self._prefetch.follow(store.layer, index, beyond=beyond)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
@@ -12,7 +12,8 @@ from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.shares import HeadShares
 from megakv.cache.store import Pair
 from megakv.distributed.sharding import IntArray, TokenBlock
-from megakv.offload.store import StoreEngine, Strip, TieredStore
+from megakv.offload.store import Strip, TieredStore
+from megakv.offload.tiered_rows import StoreEngine
 
 
 class SharedTiers(SharedHeadsStore):
@@ -30,18 +31,15 @@ class SharedTiers(SharedHeadsStore):
     @property
     def strips(self) -> list[Strip]:
         """The tiers, that of the heads of this rank alone first."""
-        stores: list[Any] = self._kept
-        alone, found = self._shares.alone, [Strip(stores[0], slice(0, self._shares.alone))]
-        for index, (store, columns) in enumerate(zip(stores[1:], self._kept_rows, strict=True), start=alone):
-            found.append(Strip(store, slice(index, index + 1), columns))
-        return found
+        alone, stores = self._shares.alone, cast(list[TieredStore], self._kept)
+        shared = enumerate(zip(stores[1:], self._kept_rows, strict=True), start=alone)
+        others = [Strip(store, slice(index, index + 1), columns) for index, (store, columns) in shared]
+        return [Strip(stores[0], slice(0, alone)), *others]
 
     @property
     def tier(self) -> TieredStore:
         """That of the heads of this rank alone, which knows of all tokens."""
-        store: Any = self._kept[0]
-        tier: TieredStore = store
-        return tier
+        return cast(TieredStore, self._kept[0])
 
     def set_format(self, k_KSD: Tensor, v_KSD: Tensor) -> None:
         """Take the format of keys and values of all heads, of which there may be none."""

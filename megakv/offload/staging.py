@@ -50,19 +50,14 @@ class StagingBuffer:
         return sum(memory.numel() for memory in self._memory.values())
 
 
-class Piece(NamedTuple):
-    """Consecutive tokens of one sequence in a chunk of activations."""
-
-    sequence: int
-    first: int
-    tokens: int
-
-
 class Chunk(NamedTuple):
-    """Activations ``[n, h]`` of pieces, in order, that come in one transfer and are recomputed together."""
+    """Activations ``[n, h]`` that come in one transfer and are recomputed together.
+
+    Each of `runs` are consecutive tokens of a sequence: which one, the first, and how many, as of `LayerRows.moves`.
+    """
 
     inputs: Tensor
-    pieces: tuple[Piece, ...]
+    runs: list[tuple[int, int, int, int]]
     transfer: Transfer
 
 
@@ -131,14 +126,14 @@ class StagedLayer:
 
     def settle(self) -> None:
         """Wait until nothing is under way into it any more."""
-        transfers = [*(chunk.transfer for chunk in self.chunks), *([] if self.streamed is None else [self.streamed])]
-        self.chunks, self.streamed = [], None
-        for strip in self.shared:
-            transfers += [] if strip.streamed is None else [strip.streamed]
+        # The last one first, which brings the rows of all strips: when it has ended all have, also where one failed.
+        last, chunks = self.streamed, self.chunks
+        self.chunks = []
+        for strip in (self, *self.shared):
             strip.streamed = None
-        # The last one first: when it has ended all have, also where one failed.
-        for transfer in reversed(transfers):
-            transfer.wait()
+        for transfer in (last, *(chunk.transfer for chunk in reversed(chunks))):
+            if transfer is not None:
+                transfer.wait()
 
     def await_streamed(self) -> None:
         """Let attention come after all rows."""
@@ -178,19 +173,16 @@ class StagedLayer:
         for chunk in self.chunks:
             chunk.transfer.wait()
             landed = record.clock.mark()
-            positions = [
-                table.positions(rank, piece.sequence)[piece.first : piece.first + piece.tokens]
-                for piece in chunk.pieces
-            ]
-            self._put_pieces(chunk.pieces, recomputation.recompute(layer, chunk.inputs, np.concatenate(positions)))
+            positions = [table.positions(rank, row)[first : first + count] for row, first, count, _ in chunk.runs]
+            self._put_runs(chunk.runs, recomputation.recompute(layer, chunk.inputs, np.concatenate(positions)))
             ended = record.clock.mark()
             record.recomputed(begun, landed, ended)
             begun = ended
         self.chunks = []
 
-    def _put_pieces(self, pieces: Sequence[Piece], found: tuple[Tensor, Tensor]) -> None:
-        """Write the keys ``[K, L, D]`` and values of pieces of sequences, in few copies."""
-        first, count = [self.row(piece.sequence, piece.first) for piece in pieces], [piece.tokens for piece in pieces]
+    def _put_runs(self, runs: Sequence[tuple[int, int, int, int]], found: tuple[Tensor, Tensor]) -> None:
+        """Write the keys ``[K, L, D]`` and values of runs of tokens, in few copies."""
+        first, count = [self.row(row, token) for row, token, *_ in runs], [count for _, _, count, _ in runs]
         bounds = [0, *accumulate(count)]
         for begin, end in alike(first, count):
             span = slice(bounds[begin], bounds[end])

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from megakv.base.errors import MegaKVError
 from megakv.costmodel.memory import WEIGHT_BUFFERS
-from megakv.offload.link import Link, Move, Transfer
+from megakv.offload.link import Link, Transfer
 from megakv.offload.weights import ALIGNMENT, LayerPlaces, LayerWeights
 from megakv.weights.placement.plan import decoder_layers
 
@@ -92,8 +92,10 @@ class WeightStream:
         keys = sum(places.keys_rows for places in layers) * ALIGNMENT / len(layers)
         return keys, self._weights.nbytes / len(layers) - keys
 
-    def share(self, groups: int) -> None:
-        """From the next layer on so many groups share a layer's weights."""
+    def begin(self, groups: int, *, spread: bool) -> None:
+        """A pass begins in which so many groups share a layer's weights."""
+        self.spread = spread
+        self.waited.clear()
         if groups != self._groups:
             self._settle()
             self._groups, self._cuts = groups, [_cuts(places, groups) for places in self._weights.layers]
@@ -144,15 +146,12 @@ class WeightStream:
 
     def _await_byte(self, layer: int, last: int, *_: Any) -> None:
         """Wait for the pieces up to the one with the last byte of a module."""
-        self._await(layer, next(n for n, row in enumerate(self._cuts[layer]) if row * ALIGNMENT >= last))
-
-    def _await(self, layer: int, pieces: int, *_: Any) -> None:
-        if self._active is None or self._active.layer != layer:
-            return
-        begun = self._link.clock.mark()
-        for transfer in self._active.transfers[:pieces]:
-            transfer.wait()
-        self.waited.append((begun, self._link.clock.mark()))
+        if self._active is not None and self._active.layer == layer:
+            begun = self._link.clock.mark()
+            pieces = next(number for number, row in enumerate(self._cuts[layer]) if row * ALIGNMENT >= last)
+            for transfer in self._active.transfers[:pieces]:
+                transfer.wait()
+            self.waited.append((begun, self._link.clock.mark()))
 
     def _end(self, layer: int) -> None:
         active = self._active
@@ -204,6 +203,5 @@ class WeightStream:
 
     def _start_piece(self, coming: _BufferedLayer) -> None:
         first, last = self._cuts[coming.layer][len(coming.transfers) : len(coming.transfers) + 2]
-        host = self._weights.rows(coming.layer, first, last)
-        device = self._buffers[coming.buffer][first:last]
-        coming.transfers.append(self._link.start("in", [Move.of(host, device)]))
+        moves = self._weights.moves(coming.layer, first, self._buffers[coming.buffer][first:last])
+        coming.transfers.append(self._link.start("in", moves))

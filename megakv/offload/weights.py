@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 import torch
@@ -18,6 +18,7 @@ from megakv.base.units import in_units
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier, FileRows
 from megakv.offload.host_memory import HostTier
+from megakv.offload.link import Move
 from megakv.weights.placement.plan import decoder_layers
 
 ALIGNMENT = 64
@@ -135,7 +136,7 @@ class LayerWeights:
                     f"top; megakv.offload.host_gb holds {in_units(config.host_bytes)}: raise it, or put them on disk "
                     "with megakv.offload.weights = 'disk'",
                 )
-            self.tier = HostTier(self.nbytes, pin=pin)
+            self.tier = HostTier(self.nbytes, pin=pin, unit=ALIGNMENT)
 
     @property
     def host_bytes(self) -> int:
@@ -147,9 +148,16 @@ class LayerWeights:
         """The disk that they lie on, if any."""
         return self.tier if isinstance(self.tier, DiskTier) else None
 
-    def rows(self, layer: int, first: int, last: int) -> Tensor | FileRows:
-        """Rows ``[n, ALIGNMENT]`` of a layer's bytes, where they lie."""
-        return self.tier.rows(self._starts[layer] + first * ALIGNMENT, last - first, ALIGNMENT, torch.uint8)
+    def moves(self, layer: int, first: int, device: Tensor) -> list[Move]:
+        """Copies of a layer's bytes from a row on to ``[n, ALIGNMENT]`` on the accelerator."""
+        start, seam = self._starts[layer] + first * ALIGNMENT, self.tier.seam
+        stop = start + device.numel()
+        ends = [start, *range((start // seam + 1) * seam, stop, seam), stop]
+        parts = device.split([(end - begin) // ALIGNMENT for begin, end in pairwise(ends)])
+        return [
+            Move.of(self.tier.rows(begin, len(part), ALIGNMENT, torch.uint8), part)
+            for begin, part in zip(ends, parts, strict=False)
+        ]
 
     def _lies(self, name: str) -> Tensor | FileRows:
         start, place = self._places[name]

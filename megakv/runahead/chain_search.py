@@ -1,12 +1,11 @@
 """The partition that the predicted chain is fastest with.
 
-`megakv.runahead.search` spends effort on choosing what to measure, because a measurement takes seconds; here a
-prediction takes less than a millisecond, so bounds are simply moved while that helps.
+As `megakv.runahead.search`, but a prediction takes a millisecond where a measurement takes seconds: it starts from more
+partitions, also such that leave the first ranks without tokens.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ from megakv.base.partition import Partition, even, from_fractions
 from megakv.costmodel.chain import Chain, ChainPrediction
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import ModelShape
+from megakv.runahead.descent import ALL_PAIRS, descend, pairs
 from megakv.runahead.grid import Grid
 
 STEPS = 512
@@ -24,8 +24,6 @@ PROMISING = 1.15
 """Descents start from the best cut over each number of ranks, unless so much slower than the best of all."""
 BALANCINGS = 4
 """Rounds of moving tokens from ranks with more work to ranks with less."""
-ALL_PAIRS = 6
-"""Up to so many ranks, tokens are moved between any two at once, not only between neighbours."""
 
 
 def best_partition(
@@ -80,7 +78,7 @@ class _Descent:
     def _descended(self, best: Partition) -> Partition:
         stride = FIRST_STRIDE * self._unit
         while stride >= self._unit:
-            best = self._improved(best, stride)
+            best = descend(best, self._seconds, pairs(self._size, stride))
             stride //= 2
         return best
 
@@ -100,25 +98,3 @@ class _Descent:
             shares = [part * (mean / b) ** 0.5 if part else 0.0 for part, b in zip(partition, busy, strict=True)]
             partition = from_fractions(shares, self._tokens)
             yield partition
-
-    def _improved(self, best: Partition, stride: int) -> Partition:
-        """The end of moving tokens between two ranks, a stride at a time, while that is faster."""
-        moving = True
-        while moving:
-            moving = False
-            for giver, taker in self._pairs():
-                while best[giver] >= stride:
-                    moved = list(best)
-                    moved[giver] -= stride
-                    moved[taker] += stride
-                    if self._seconds(tuple(moved)) >= self._seconds(best):
-                        break
-                    best, moving = tuple(moved), True
-        return best
-
-    def _pairs(self) -> Iterator[tuple[int, int]]:
-        return (
-            (giver, taker)
-            for giver, taker in itertools.permutations(range(self._size), 2)
-            if self._size <= ALL_PAIRS or abs(giver - taker) == 1
-        )

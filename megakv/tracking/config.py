@@ -1,12 +1,39 @@
 """The ``"megakv": {"tracking": {...}}`` part of the engine's JSON."""
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, ConfigDict, Field, field_validator
 
 from megakv.base.sections import Section
-from megakv.tracking.wandb_project import checked_project
+
+REFUSED, LONGEST = "/\\#?%:", 128
+
+
+def checked_project(name: str) -> str:
+    """A project's name, as W&B takes it."""
+    if not 0 < len(name.strip()) <= LONGEST or set(name) & set(REFUSED):
+        raise ValueError(f"allowed: 1 to {LONGEST} characters, none of {' '.join(REFUSED)}")
+    return name
+
+
+def check_wandb(setting: str, project: str, remedy: str) -> None:
+    """Refuse a setting that asks for a W&B project of no such name, or where W&B cannot be imported."""
+    try:
+        checked_project(project)
+    except ValueError as error:
+        raise ValueError(f"{setting}: {error}") from None
+    if importlib.util.find_spec("wandb") is None:
+        raise ValueError(
+            f"{setting}, but the package wandb is not installed: install it (pip install wandb) or {remedy}"
+        )
+
+
+def check_project(project: str | None) -> None:
+    """Refuse an argument ``--wandb PROJECT`` that cannot work."""
+    if project is not None:
+        check_wandb(f"--wandb {project}", project, "leave --wandb out")
 
 
 class WandbTrackingConfig(Section):

@@ -1,6 +1,5 @@
 """What ranks measure: events, traffic, offloaded passes, the balance of KV heads. Plain data that goes to JSON."""
 
-import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -174,24 +173,28 @@ class OffloadStep:
         return self.cached - self.resident - self.recomputed - self.on_host - self.out_of_window
 
 
+def offload_totals(steps: Sequence[OffloadStep]) -> dict[str, float]:
+    """Sums over passes; shares of the cached tokens, and of what link and disk carry in the time of the passes."""
+    names = ("predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "disk_bytes")
+    values: dict[str, float] = {name: sum(getattr(step, name) for step in steps) for name in names}
+    for name in ("link_utilisation", "disk_utilisation"):
+        carried = sum(getattr(step, name) * step.measured_s for step in steps)
+        values |= {name: carried / values["measured_s"]} if values["measured_s"] else {}
+    for name in ("resident", "recomputed", "on_host", "out_of_window"):
+        values[f"{name}_share"] = sum(getattr(step, name) for step in steps) / max(1, sum(s.cached for s in steps))
+    # Passes in which speeds were measured took time that was not predicted.
+    usual = [step for step in steps if not step.profiled]
+    if took := sum(step.measured_s for step in usual):
+        values["prediction_error"] = sum(step.predicted_s for step in usual) / took - 1
+    return values
+
+
 def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
-    """Bytes are sums over ranks and passes, shares and errors medians over passes, passes by plan means over ranks."""
+    """Totals over ranks and passes as flat metrics; passes by plan are means over ranks."""
     steps = [step for rank in ranks for step in rank]
-    if not steps:
-        return {}
-    disk = any(step.disk_bytes for step in steps)
-    sums = ["bytes_in", "bytes_out", *["disk_bytes"] * disk]
-    values = {f"offload/{name}": float(sum(getattr(step, name) for step in steps)) for name in sums}
-    for name in ("link_utilisation", *["disk_utilisation"] * disk):
-        values[f"offload/{name}"] = statistics.median(getattr(step, name) for step in steps)
-    for share in ("resident", "recomputed", "on_host", *["out_of_window"] * any(step.out_of_window for step in steps)):
-        shares = (getattr(step, share) / max(1, step.cached) for step in steps)
-        values[f"offload/{share}_share"] = statistics.median(shares)
-    errors = [abs(step.measured_s / step.predicted_s - 1) for step in steps if step.predicted_s and not step.profiled]
-    if errors:
-        values["offload/prediction_error"] = statistics.median(errors)
+    values = {f"offload/{name}": float(value) for name, value in offload_totals(steps).items()} if steps else {}
     if any(step.groups > 1 for step in steps):
-        values["offload/groups"] = statistics.median(step.groups for step in steps)
+        values["offload/groups"] = float(np.median([step.groups for step in steps]))
     counts = Counter(step.plan for step in steps)
     return values | {f"offload/passes/{plan}": counts[plan] / len(ranks) for plan in sorted(counts)}
 

@@ -16,13 +16,12 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, StrictUndefined
 
 from megakv.tracking.files import BLUE, ORANGE, PALE, RED, drawn
-from megakv.tracking.glossary import glossary
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.overview import overview, served
 from megakv.tracking.report import RunReport, load_report
 from megakv.tracking.tables import Table, comparison, rank_seconds, report_tables
 from megakv.tracking.timeline import default_end, draw_timelines, drawn_part, has_events
-from megakv.tracking.units import Cell, duration, shown, title
+from megakv.tracking.units import TERMS, duration, shown, title
 
 MOST_RUNS = 16
 MOST_JSON = 100_000
@@ -31,8 +30,6 @@ MOST_ROWS = 512
 """Rows of a table that are shown; a page is for people."""
 MOST_BARS = 64
 MOST_LETTERS = 2000
-BARS = ("tokens", "kv_bytes", "kept_tokens", "busy_rate")
-"""Columns whose balance between ranks is drawn."""
 KINDS = {
     "compute_s": "compute",
     "exposed_s": "exposed communication",
@@ -80,8 +77,7 @@ def page(runs: Sequence[tuple[str, RunReport]], preface: Sequence[str | Picture]
     names, reports = [name for name, _ in runs], [report for _, report in runs]
     recorded = [(name, report) for name, report in runs if has_events(report)]
     template = _environment().from_string(files("megakv.tracking").joinpath("page.html").read_text())
-    render = partial(
-        template.render,
+    return template.render(
         heading="Runs of MegaKV" if len(runs) > 1 else f"Run {names[0]} of MegaKV",
         preface=preface,
         overviews={name: overview(report) for name, report in runs},
@@ -90,9 +86,12 @@ def page(runs: Sequence[tuple[str, RunReport]], preface: Sequence[str | Picture]
         compared=comparison(reports, names),
         runs=[_run(name, report) for name, report in runs],
     )
-    # Which words are to be explained is seen in the page without them.
-    said = re.sub(r"<style>.*?</style>|<pre>.*?</pre>|<[^>]*>", " ", render(terms={}), flags=re.DOTALL)
-    return render(terms=glossary(said))
+
+
+def _explained(body: str) -> dict[str, str]:
+    """The terms that a page uses, beside what reports say in their own words, and what they mean."""
+    said = re.sub(r"<pre>.*?</pre>|<[^>]*>", " ", body, flags=re.DOTALL)
+    return {term: words for term, words in TERMS.items() if re.search(rf"(?<![\w-]){term}(?![\w-])", said)}
 
 
 def _environment() -> Environment:
@@ -100,24 +99,15 @@ def _environment() -> Environment:
     environment.filters |= {
         "cut": lambda value: value if len(value) <= MOST_LETTERS else f"{value[:MOST_LETTERS]} ...",
         "duration": duration,
+        "explained": _explained,
         "facts": lambda columns: dict.fromkeys(name for values in columns.values() for name in values),
         "shown": lambda value, name: shown(name, value),
-        "tops": _tops,
         "words": title,
     }
     colours = {"blue": BLUE, "orange": ORANGE, "pale": PALE, "red": RED}
     environment.globals |= {"colours": colours, "kinds": KINDS, "titles": TITLES, "folded": FOLDED}
     environment.globals |= {"most_rows": MOST_ROWS, "most_bars": MOST_BARS}
     return environment
-
-
-def _tops(values: Table) -> list[Cell]:
-    """The largest number of each column whose numbers are drawn as bars, else 0."""
-    columns = zip(values.columns, zip(*values.rows, strict=True), strict=True)
-    return [
-        max((cell for cell in column if isinstance(cell, int | float)), default=0) if name in BARS else 0
-        for name, column in columns
-    ]
 
 
 def _run(name: str, report: RunReport) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Self
+from typing import Self
 
-from megakv.tracking.measurements import Event, Traffic, percentiles
+from megakv.tracking.measurements import Event, Traffic, offload_totals, percentiles
 from megakv.tracking.report import RankReport, RunReport
 from megakv.tracking.units import Cell
 
@@ -70,39 +70,20 @@ def busy_seconds(events: Sequence[Event]) -> float:
     return busy
 
 
-def by_layer(report: RunReport) -> Table:
-    """Communication of every rank, operation and layer; layer -1 is outside the layers."""
-    return Table.of(
-        {
-            "rank": rank.rank,
-            "operation": traffic.operation,
-            "layer": -1 if traffic.layer is None else traffic.layer,
-            **_totals([traffic]),
-        }
-        for rank in report.ranks
-        for traffic in rank.traffic
-    )
-
-
 def operations(report: RunReport) -> Table:
     """By operation: sums over ranks and layers of what was sent; times are means over ranks."""
     found: dict[str, list[Traffic]] = {}
     for traffic in (traffic for rank in report.ranks for traffic in rank.traffic):
         found.setdefault(traffic.operation, []).append(traffic)
-    return Table.of(
-        {"operation": operation, **_totals(found[operation], ranks=len(report.ranks))} for operation in sorted(found)
-    )
-
-
-def _totals(traffic: Sequence[Traffic], ranks: int = 1) -> dict[str, Cell]:
-    seconds, exposed = (sum(getattr(t, name) for t in traffic) / ranks for name in ("seconds", "seconds_exposed"))
-    return {
-        "calls": sum(t.calls for t in traffic),
-        "bytes_sent": sum(t.bytes_sent for t in traffic),
-        "seconds": seconds,
-        "seconds_hidden": seconds - exposed,
-        "seconds_exposed": exposed,
-    }
+    records: list[dict[str, Cell]] = []
+    for operation, several in sorted(found.items()):
+        seconds, exposed = (sum(getattr(t, name) for t in several) for name in ("seconds", "seconds_exposed"))
+        times = {"seconds": seconds, "seconds_hidden": seconds - exposed, "seconds_exposed": exposed}
+        sums = {name: sum(getattr(t, name) for t in several) for name in ("calls", "bytes_sent")}
+        records.append(
+            {"operation": operation, **sums, **{name: time / len(report.ranks) for name, time in times.items()}}
+        )
+    return Table.of(records)
 
 
 def answers(report: RunReport) -> Table:
@@ -174,30 +155,13 @@ def _prefill(report: RunReport) -> Table:
 
 
 def _offload(rank: RankReport) -> dict[str, Cell]:
-    """Tokens are those of the last pass, times and bytes sums; the error is of passes in which nothing was profiled."""
-    steps = rank.offload
-    last, measured = steps[-1], sum(step.measured_s for step in steps)
-    usual = [step for step in steps if not step.profiled]
-    took = sum(step.measured_s for step in usual)
-
-    def sums(*names: str) -> dict[str, Any]:
-        return {name: sum(getattr(step, name) for step in steps) for name in names}
-
-    def shares(*names: str) -> dict[str, Any]:
-        """Bytes over what the link carries meanwhile: passes count by their time."""
-        used = {name: sum(getattr(step, name) * step.measured_s for step in steps) for name in names}
-        return {name: value / measured if measured else None for name, value in used.items()}
-
+    bits = rank.offload[-1].kv_bits
     return {
         "rank": rank.rank,
-        "passes": len(steps),
-        **{name: getattr(last, name) for name in ("cached", "recomputed", "on_host")},
-        **sums("predicted_s", "measured_s"),
-        "error": sum(step.predicted_s for step in usual) / took - 1 if took else None,
-        **sums("waited_s", "bytes_in", "bytes_out", "weight_bytes", "disk_bytes"),
-        **shares("link_utilisation", "disk_utilisation"),
+        "passes": len(rank.offload),
+        **offload_totals(rank.offload),
         "plans": passes_by_plan(rank),
-        "kv_bits": None if last.kv_bits is None else f"{last.kv_bits} (lossy)",
+        "kv_bits": None if bits is None else f"{bits} (lossy)",
         "disk_io": rank.disk_io,
         "schedule": rank.schedule,
     }

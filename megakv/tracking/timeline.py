@@ -29,8 +29,6 @@ MOST_LANES, LEAST_LANES = 64, 4
 _THREADS = {"compute": 0, "wait": 1}
 _WIDTH_IN, _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 13.0, 1.25, 1.75, 0.95, 0.62
 _COLUMNS = round((_WIDTH_IN - _LEFT_IN - _RIGHT_IN) * _DPI)
-_NARROW_PX = 4
-"""Events narrower than this are not drawn one by one but as the busy share of every pixel column."""
 
 
 def draw_timelines(
@@ -39,9 +37,9 @@ def draw_timelines(
     """Draw compute and communication of every rank as a PNG; several runs above each other on one axis of time.
 
     Every rank has two lanes: compute above, communication below, in which the light part was in flight behind
-    compute and the dark part made the rank wait. Events too narrow to tell apart merge into columns as dark as
-    they were busy, so a lane that worked half of the time looks half full at every zoom. The numbers at the right
-    are shares of the window, by default of each run's own time in it. Of many ranks the first are drawn.
+    compute and the dark part made the rank wait. Columns are as dark as they were busy, so a lane that worked half of
+    the time looks half full at every zoom. The numbers at the right are shares of the window, by default of each run's
+    own time in it. Of many ranks the first are drawn.
 
     window: First and last second to show; by default the prefill and, if there was one, the first decoded tokens.
     """
@@ -131,24 +129,14 @@ def _draw_rank(axes: Axes, rank: RankReport, lane: int, begin: float, end: float
 
 
 def _draw_lane(axes: Axes, events: list[Event], kind: str, top: float, bottom: float, begin: float, end: float) -> None:
+    """A row of pixels, each as dark as the lane was busy in its time."""
     from matplotlib.colors import to_rgb
 
-    narrow_s = (end - begin) / _COLUMNS * _NARROW_PX
-    inside = [event for event in events if event.end > begin and event.start < end]
-    wide = [(event.start * 1e3, (event.end - event.start) * 1e3) for event in inside
-            if event.end - event.start >= narrow_s]  # fmt: skip
-    if wide:
-        axes.broken_barh(
-            wide, (top, bottom - top), facecolor=_COLORS[kind], edgecolor="white", linewidth=0.35, zorder=3
-        )
-    narrow = [event for event in inside if event.end - event.start < narrow_s]
-    if narrow:
-        pixels = np.empty((1, _COLUMNS, 4))
-        pixels[0, :, :3] = to_rgb(_COLORS[kind])
-        pixels[0, :, 3] = busy_share(narrow, begin, end, _COLUMNS)
-        axes.imshow(
-            pixels, extent=(begin * 1e3, end * 1e3, bottom, top), aspect="auto", interpolation="nearest", zorder=3
-        )
+    pixels = np.empty((1, _COLUMNS, 4))
+    pixels[0, :, :3] = to_rgb(_COLORS[kind])
+    pixels[0, :, 3] = busy_share(events, begin, end, _COLUMNS)
+    extent = (begin * 1e3, end * 1e3, bottom, top)
+    axes.imshow(pixels, extent=extent, aspect="auto", interpolation="nearest", zorder=3)
 
 
 def _draw_phases(axes: Axes, report: RunReport, begin: float, end: float) -> None:
@@ -180,10 +168,8 @@ def _draw_frame(
     axes.tick_params(axis="y", length=0)
     axes.spines["left"].set_visible(False)
     axes.spines["bottom"].set_color(FAINT)
-    axes.annotate(
-        "share of time", (1, 1), (10, 4), "axes fraction", "offset points",
-        color=FAINT, fontsize=7.5, annotation_clip=False,
-    )  # fmt: skip
+    options: Any = {"color": FAINT, "fontsize": 7.5, "annotation_clip": False}
+    axes.annotate("share of time", (1, 1), (10, 4), "axes fraction", "offset points", **options)
     latencies = [f"TTFT {duration(report.ttft_s)}", f"TTIT {duration(report.ttit_s)}"]
     title = [Path(report.model).name[:48], f"CP{report.mesh['cp']} x TP{report.mesh['tp']}", *latencies]
     left, top = _LEFT_IN / _WIDTH_IN, 1 - 0.14 / height_in

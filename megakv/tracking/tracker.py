@@ -13,7 +13,7 @@ from megakv.tracking.config import TrackingConfig, WandbTrackingConfig
 from megakv.tracking.files import check_outputs, drawn, write_whole
 from megakv.tracking.offload_figure import draw_offload
 from megakv.tracking.report import RunReport, report_to_json
-from megakv.tracking.tables import Table, answers, by_layer, comparison, operations, report_tables
+from megakv.tracking.tables import Table, answers, comparison, report_tables
 from megakv.tracking.timeline import draw_timelines, has_events
 from megakv.tracking.wandb_run import WandbRun, check_wandb_installed
 
@@ -142,9 +142,8 @@ def log_runs(runs: Sequence[tuple[str, RunReport]], config: WandbTrackingConfig)
 
 
 def _tables(report: RunReport) -> dict[str, Table]:
-    """What W&B shows: communication by rank and layer, the rest as on the HTML page."""
-    found = {**report_tables(report), "communication": by_layer(report), "operations": operations(report)}
-    return found | ({"answers": answers(report)} if report.answers else {})
+    """What W&B shows: the tables of the HTML page, and latencies of every answer."""
+    return report_tables(report) | ({"answers": answers(report)} if report.answers else {})
 
 
 def _facts(report: RunReport) -> dict[str, Any]:

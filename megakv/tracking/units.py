@@ -89,3 +89,29 @@ def _words(name: str) -> str:
 def _figures(value: float) -> str:
     """Three figures, but never an exponent."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+TERMS = {
+    "TTFT": "time to first token: from the start of the call until the first new token is known",
+    "TTIT": "time to incremental token: mean time from one new token to the next",
+    "CP": "context parallelism: ranks that share the tokens of a prompt",
+    "TP": "tensor parallelism: ranks that share the heads and weights of each layer",
+    "pass-KV": "ring attention in which keys and values travel from rank to rank, and queries stay ('pass_kv')",
+    "pass-Q": "ring attention in which queries travel, and keys and values stay ('pass_q', 'pass_q_return')",
+    "KV-Runahead": "a chain: a rank takes the keys and values of all tokens before its own from the rank before",
+    "TSP": "tensor and sequence parallelism, the baseline of KV-Runahead: even parts and an all-gather",
+    "replicated": "all ranks compute the new token and attend to their own keys; one gather merges the results",
+    "compute": "what a rank computes, where events were recorded (megakv.tracking.timeline)",
+    "hidden": "communication behind compute, which costs no time; transfers at the same time count each",
+    "exposed": "communication in which a rank does nothing but wait",
+    "simulated": "played through by the cost model, not run",
+    "lossy": "tokens may differ from those of the plain model",
+    "budget": "what part of a prompt's tokens, or how many of them, a KV head keeps on average",
+    "busy rate": "time in attention over that of the slowest rank beside it, which it waits for",
+    "utilisation": "mean load over the largest: 100% where no rank, or nothing of a link, stands idle",
+    "recomputed": "tokens whose keys and values are made anew from activations: the split point",
+    "on the host": "the host's processor attends to some keys and values where they lie",
+    "hit rate": "prompt tokens found in the prefix store, of all prompt tokens of served requests",
+    "tier": "where keys and values lie: on the device, in host memory, on disk",
+}
+"""What words of a page mean."""

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megakv.tracking.config import WandbTrackingConfig
+from megakv.tracking.config import WandbTrackingConfig, check_wandb
 from megakv.tracking.tables import Table
-from megakv.tracking.wandb_project import check_installed
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,8 @@ FINISH_TIMEOUT_S = 60.0
 def check_wandb_installed(config: WandbTrackingConfig) -> None:
     """Refuse a configuration that asks for W&B where it cannot be imported."""
     if config.enabled:
-        check_installed("megakv.tracking.wandb.enabled is true", "set megakv.tracking.wandb.enabled to false")
+        setting = "megakv.tracking.wandb.enabled is true"
+        check_wandb(setting, config.project, "set megakv.tracking.wandb.enabled to false")
 
 
 class WandbRun:

@@ -16,6 +16,8 @@ from megakv.offload.disk import DiskTier
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import Move, Place
 from megakv.offload.method import AUTO, METHODS
+from megakv.offload.paged_rows import PagedRows
+from megakv.offload.pages import PagePool
 from megakv.offload.prices import LayerPrices
 from megakv.offload.rates import Rates
 from tests.unit.offload.test_columns import deep_model
@@ -77,13 +79,12 @@ def test_copies_go_across_pieces_of_pinned_memory(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(host_memory, "PIN_BYTES", 4 << 20)
     device = torch.device("cuda")
     link, tier = StreamLink(CudaStreams(device)), HostTier(18 << 20, pin=True)
-    link.seams = tier.seams
-    assert len(link.seams) == 4
     source, target = torch.randn(4096, 1024, device=device), torch.zeros(4096, 1024, device=device)
-    rows = tier.rows(1 << 20, 4096, 1024, torch.float32)
-    place = [Place()]
-    link.start("out", [Move.of(rows, source, place)])
-    link.start("in", [Move.of(rows, target, place)]).wait()
+    rows = PagedRows(PagePool([tier], 1 << 20), 1024, torch.float32)
+    moves = rows.append(source)
+    assert tier.seam == 4 << 20 and len(moves) == 4
+    link.start("out", moves)
+    link.start("in", rows.moves(0, target)).wait()
     assert torch.equal(source, target)
     link.close()
     tier.close()

@@ -218,7 +218,7 @@ def test_table_of_the_chain_takes_the_largest_cell(tmp_path: Path, monkeypatch: 
 
 
 STANDS_BESIDE = (
-    (r"summary\.attention\..*speedup", r"summary\.(engine|whole)\..*speedup"),
+    (r"summary\.attention\.measured_gain", r"summary\.engine\.measured_gain"),
     (r"summary\.attention_gain\.", r"summary\.measured_gain\."),
     (r"summary\.speedup_over_transformers\.", r"summary\.speedup_over_stream\."),
     (r"summary\.cells\..*\.kvr_s/tsp\.", r"summary\.cells\..*\.kvr_s/pass_kv\."),
@@ -258,7 +258,7 @@ def test_no_part_is_quoted_without_its_whole(path: Path) -> None:
 
 
 def test_a_part_without_its_whole_is_found() -> None:
-    part = "1.56<!-- figure: fairkv.json summary.attention.speedup.dp1.value -->"
-    whole = "1.38<!-- figure: fairkv.json summary.engine.speedup.dp1.value -->"
+    part = "1.56<!-- figure: fairkv.json summary.attention.measured_gain.4 x 16384.dp1.value -->"
+    whole = "1.38<!-- figure: fairkv.json summary.engine.measured_gain.4 x 16384.dp1.value -->"
     assert alone(part) and not alone(part + whole)
     assert not alone(part.replace("fairkv", "fairkv_2ranks")), "whose results have no step"

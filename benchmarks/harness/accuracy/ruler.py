@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,36 +112,14 @@ def _order(context: int, way: str, task: str) -> tuple[Any, ...]:
 
 
 def by_length(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By length and budget, or ``all``, the score of each method over all tasks; the best methods at each budget."""
+    """By length and budget, or ``all``, the score of each method over all tasks."""
     scores: dict[str, dict[str, dict[str, Any]]] = {}
     for row in rows:
         if row["task"] == ALL:
             budget = ALL if row["budget"] is None else str(row["budget"])
             cell = {**row["score"], "items": row["items"], "kept": row["kept"]}
             scores.setdefault(str(row["context"]), {}).setdefault(budget, {})[row["method"]] = cell
-    best: dict[str, dict[str, list[str]]] = {}
-    for context, budgets in scores.items():
-        for budget, methods in budgets.items():
-            if budget != ALL:
-                most = max(cell["value"] for cell in methods.values())
-                names = [name for name, cell in methods.items() if cell["value"] == most]
-                best.setdefault(context, {})[budget] = names
-    return {"accuracy": scores, "best_method_at_budget": best}
-
-
-def score_tables(rows: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[list[str]]]]:
-    """For each length a title and FairKV's Table 3 in form: methods by task, one budget after the other, in percent."""
-    for context in dict.fromkeys(row["context"] for row in rows):
-        own = [row for row in rows if row["context"] == context]
-        tasks = [task for task in TASKS if any(row["task"] == task for row in own)]
-        table = [["method", "budget", *tasks, "average", "95% interval", "kept"]]
-        for method, budget in dict.fromkeys((row["method"], row["budget"]) for row in own):
-            cells = {row["task"]: row for row in own if (row["method"], row["budget"]) == (method, budget)}
-            shown = [f"{100 * cells[task]['score']['value']:.0f}" if task in cells else "-" for task in tasks]
-            total = cells[ALL]["score"]
-            shown += [f"{100 * total['value']:.1f}", f"{100 * total['low']:.0f} to {100 * total['high']:.0f}"]
-            table.append([method, f"{budget or ALL}", *shown, f"{cells[ALL]['kept']:.1%}"])
-        yield f"{context:,} tokens, {max(row['items'] for row in own if row['task'] == ALL)} items, percent", table
+    return {"accuracy": scores}
 
 
 def charts(rows: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], words: str) -> list[Chart]:

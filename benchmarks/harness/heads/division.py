@@ -26,8 +26,6 @@ MAPPED = ("nodp", *(f"{kind}{copies}" for kind in ("dp", "split") for copies in 
 HEAD_METHODS = (UNIFORM, CONTIGUOUS, *MAPPED)
 """`uniform`: equal budgets. The others share one skewed profile: the paper's static head allocation, its best-effort
 assignment, fair-copying with so many copied heads, and copies that divide a head's tokens."""
-BY_TOKENS = ("nodp", "split1")
-"""Mappings that balance tokens, without copies, and with one that shares them; measured beside the cost model's."""
 
 
 def kept_heads(options: Options, *, group: Any, head_dim: Any = 128, dtype: Any = "bf16") -> None:

@@ -8,38 +8,40 @@ from typing import Any
 import numpy as np
 
 from ..charts import COLOURS, Chart, bars, lines
-from ..publish import leaves, show
-from ..statistics import Interval, paired_ratio
-from .division import BY_TOKENS, CHOSEN, CONTIGUOUS, UNIFORM
+from ..publish import show
+from ..statistics import Interval, median, paired_ratio
+from .division import CHOSEN, CONTIGUOUS, UNIFORM
 
 Row = Mapping[str, Any]
+EXPECTED = (CONTIGUOUS, UNIFORM)  # Methods that are no mapping
+KINDS = ("measured_gain", "predicted_gain", "tokens_gain", "attention_gain", "busy")
 
 
-def summarise(rows: Sequence[Row]) -> dict[str, Any]:
-    """Summarise one part: gains, against what the kept tokens let one expect."""
-    by_name = {row["method"]: row for row in rows}
-    base = by_name.get(CONTIGUOUS)
-    kinds = ("speedup", "predicted", "busy")
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
-    for name, row in by_name.items():
-        if base is not None and name not in (CONTIGUOUS, UNIFORM):
-            found["speedup"][name] = paired_ratio(base["seconds"], row["seconds"]).to_json()
-            found["predicted"][name] = base["slowest_tokens"] / row["slowest_tokens"]
-        found["busy"][name] = sum(row["busy_rates"]) / len(row["busy_rates"])
+def summarise(regimes: Mapping[str, Mapping[str, Row]]) -> dict[str, Any]:
+    """Gains of one part, beside what the kept tokens let one expect, and how busy ranks are."""
+    found = gains(
+        regimes,
+        "predicted_s",
+        lambda base, row: paired_ratio(base["seconds"], row["seconds"]),
+        lambda row: median(row["seconds"]).value,
+    )
+    found |= {"tokens_gain": {}, "busy": {}}
+    for name, methods in regimes.items():
+        base = methods[CONTIGUOUS]["slowest_tokens"]
+        expected = {method: base / row["slowest_tokens"] for method, row in methods.items() if method not in EXPECTED}
+        found["tokens_gain"][name] = expected
+        busy = {method: row["busy_rates"] for method, row in methods.items() if "busy_rates" in row}
+        found["busy"][name] = {method: float(np.mean(rates)) for method, rates in busy.items()}
     return found
 
 
-def show_part(title: str, rows: Sequence[Row], summary: Row) -> None:
-    said = {row["method"]: dict(row) for row in rows}
-    for entry in leaves(summary, "kind", "method"):
-        said[entry["method"]][entry["kind"]] = entry["value"]
-    columns = "method seconds:ms predicted_s:ms busy:% utilisation:% speedup predicted"
-    show(list(said.values()), columns, title)
-
-
-def chart(name: str, title: str, subtitle: str, rows: Sequence[Row]) -> Chart:
+def chart(part: str, title: str, subtitle: str, regimes: Mapping[str, Mapping[str, Row]], summary: Row) -> Chart:
+    """Steps of a single regime; of several the gains of every batch by kept tokens."""
+    if len(regimes) > 1:
+        return gains_chart(part, title, subtitle, regimes, summary)
+    (rows,) = regimes.values()
     words = {"title": title, "subtitle": subtitle, "x_label": "milliseconds per step, less is better"}
-    return bars(name, rows, "method", scale=1e3, own=lambda row: row["method"] not in (CONTIGUOUS, UNIFORM), **words)
+    return bars(part, [*rows.values()], "method", scale=1e3, own=lambda row: row["method"] not in EXPECTED, **words)
 
 
 def by_regime(rows: Sequence[Row], name: str) -> dict[str, dict[str, Row]]:
@@ -62,12 +64,12 @@ def gains(
     errors, steps = [], []
     for name, methods in regimes.items():
         base = methods[CONTIGUOUS]
-        others = {method: row for method, row in methods.items() if method != CONTIGUOUS}
+        others = {method: row for method, row in methods.items() if method not in EXPECTED}
         measured[name] = {method: ratio(base, row).to_json() for method, row in others.items()}
-        if predicted in base:
+        if base.get(predicted) is not None:
             expected[name] = {method: base[predicted] / row[predicted] for method, row in others.items()}
             errors += [abs(measured[name][method]["value"] / gain - 1) for method, gain in expected[name].items()]
-            steps += [abs(row[predicted] / step_s(row) - 1) for row in methods.values()]
+            steps += [abs(row[predicted] / step_s(row) - 1) for row in (base, *others.values())]
     if not errors:
         return {"measured_gain": measured}
     return {
@@ -82,23 +84,23 @@ def gains(
 
 
 def show_gains(regimes: Mapping[str, Mapping[str, Row]], summary: Row, columns: str, title: str) -> None:
-    kinds = [kind for kind in ("measured_gain", "predicted_gain", "attention_gain") if kind in summary]
+    kinds = [kind for kind in KINDS if kind in summary]
     said = [
         {**row, **{kind: summary[kind][name].get(method) for kind in kinds}}
         for name, methods in regimes.items()
         for method, row in methods.items()
     ]
-    show(said, f"{columns} measured_gain predicted_gain", title)
+    show(said, f"{columns} {' '.join(kinds)}", title)
 
 
-def gains_chart(regimes: Mapping[str, Mapping[str, Row]], summary: Row, subtitle: str) -> Chart:
+def gains_chart(part: str, title: str, subtitle: str, regimes: Mapping[str, Mapping[str, Row]], summary: Row) -> Chart:
     """The chosen mapping's gain and that of the best by tokens alone, a line for each batch; dashed: predicted."""
     points = [
         # Matplotlib leaves out of the legend what begins with a line.
         {"x": row["kept"], "y": summary[kind][name][row["method"]], "batch": row["batch"], "dashed": bool(mark),
          "line": f"{mark}{row['method']}, batch {row['batch']}", "of": (row["method"], row["batch"])}
-        for name, methods in regimes.items() for row in methods.values() if row["method"] in (CHOSEN, BY_TOKENS[0])
-        for kind, mark in (("measured_gain", ""), ("predicted_gain", "_"))
+        for name, methods in regimes.items() for row in methods.values() if row["method"] in (CHOSEN, "nodp")
+        for kind, mark in (("measured_gain", ""), ("predicted_gain", "_")) if kind in summary
     ]  # fmt: skip
     order = list(dict.fromkeys(point["of"] for point in points))
 
@@ -106,6 +108,5 @@ def gains_chart(regimes: Mapping[str, Mapping[str, Row]], summary: Row, subtitle
         form = {"linestyle": "--", "marker": ""} if row["dashed"] else {}
         return {**form, "color": COLOURS[order.index(row["of"]) % len(COLOURS)]}
 
-    words = {"x_label": "tokens that each KV head keeps", "y_label": "gain over contiguous heads", "subtitle": subtitle}
-    title = "Decode steps at true widths: what a mapping of heads gains"
-    return lines("regimes", points, "x", "y", "line", looks=looks, level=1.0, title=title, **words)
+    words = {"x_label": "tokens that each KV head keeps", "y_label": "gain over contiguous heads"}
+    return lines(part, points, "x", "y", "line", looks=looks, level=1.0, title=title, subtitle=subtitle, **words)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,8 +31,6 @@ from ..sampling import Agreement, Method, measure
 from ..statistics import median
 from ..world import World
 from .division import (
-    BY_TOKENS,
-    CHOSEN,
     CONTIGUOUS,
     UNIFORM,
     Division,
@@ -179,9 +178,7 @@ def make_engines(
     return engines
 
 
-def measure_part(
-    part: str, arguments: argparse.Namespace, world: World, divisions: Sequence[Division], *, budget_s: float
-) -> Rows:
+def measure_part(part: str, arguments: argparse.Namespace, world: World, divisions: Sequence[Division]) -> Rows:
     """The rows of ``attention`` alone, or of engines' steps; all methods of the same budgets must agree."""
     longest = max(max(row) for division in divisions for row in division.budgets)
     shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, DTYPES[arguments.dtype], world.device)
@@ -198,7 +195,7 @@ def measure_part(
         ids = random_ids(arguments.vocab, longest + 1, world.device, arguments.batch)
         rest = pool, ids, arguments.tokens + 1
         methods = [MappedGeneration(each, engines[each.name], *rest, room=room) for each in divisions]
-    limits = {"repeats": arguments.repeats, "budget_s": budget_s, "least": 3}
+    limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 3}
     samples = measure(world, methods, Agreement(world, arguments.dtype), **limits)
     room.take(None)
     place = {"part": part, "ranks": world.size, "batch": arguments.batch, "kept": arguments.kept}
@@ -212,62 +209,45 @@ def measure_part(
     return rows
 
 
-def head_times(world: World, arguments: argparse.Namespace, **size: int) -> Any:
-    """The cost model of steps of any batch, from a profile measured now. Every rank must call it."""
+def head_times(world: World, arguments: argparse.Namespace) -> Callable[[int], HeadTimes] | None:
+    """The cost model of steps of any batch, from a profile measured now, with time to. Every rank must call it."""
+    if not arguments.profile_seconds:
+        return None
     model = ModelShape.from_config(model_config(arguments), dtype=DTYPES[arguments.dtype])
-    profile = measured_profile(world, model, arguments, **size)
+    profile = measured_profile(world, model, arguments, tp_size=world.size)
     shared = profile.sum_times(world.size, shared_memory=True) is not None
     return lambda batch: HeadTimes(profile, model, tp_size=world.size, batch=batch, shared_memory=shared)
 
 
-def measure_parts(arguments: argparse.Namespace, world: World, parts: Sequence[str]) -> Rows:
-    """The rows of some parts, with what is predicted of a profile measured before, if there is time to."""
-    budgets = skewed_budgets(arguments.layers, arguments.kv_heads, arguments.kept, arguments.sigma, arguments.seed)
-    place = {"ranks": world.size, "batch": arguments.batch}
-    divisions = [make_division(name, budgets, **place) for name in arguments.methods]
-    predicted: dict[tuple[str, str], float] = {}
-    if arguments.profile_seconds and world.size > 1:
-        times = head_times(world, arguments)(arguments.batch)
-        outputs = arguments.batch * arguments.heads * arguments.head_dim * DTYPES[arguments.dtype].itemsize
-        for division in divisions:
-            entries = [division.shared_entries(layer) for layer in range(arguments.layers)]
-            beside = sum(map(times.shared_s, entries)) + arguments.layers * times.summed_s(outputs)
-            attention = sum(map(times.attention, division.works(arguments.batch))) + beside
-            predicted["attention", division.name] = attention
-            predicted["engine", division.name] = times.beside_s + sum(division.layer_seconds(times))
-    rows = []
-    for part in parts:
-        for row in measure_part(part, arguments, world, divisions, budget_s=arguments.cell_seconds):
-            if part == "attention":
-                row["max_output_difference"] = row.pop("max_logit_difference")
-            rows.append(row | {"predicted_s": predicted.get((part, row["method"]))})
-    return rows
+def predicted_s(part: str, times: HeadTimes, division: Division, output_bytes: int) -> float:
+    """Seconds of a step, or of its attention."""
+    if part == "engine":
+        return times.beside_s + sum(division.layer_seconds(times))
+    layers = range(len(division.budgets))
+    beside = sum(times.shared_s(division.shared_entries(layer)) + times.summed_s(output_bytes) for layer in layers)
+    return sum(map(times.attention, division.works(times.batch))) + beside
 
 
 def measure_regimes(arguments: argparse.Namespace, world: World) -> Rows:
-    """Steps at a model's true widths, by batch and kept tokens: a row for every regime and method.
+    """A row for every part, batch and number of kept tokens, and method.
 
-    A head costs its weights, too, on each rank that holds it: what is worth it for many tokens is not for few. In every
-    regime the mapping that the cost model chooses runs against contiguous heads, and two that only count tokens.
+    A head costs its weights, too, on each rank that holds it: what is worth it for many tokens is not for few.
     """
     rows: Rows = []
-    times_of = head_times(world, arguments, tp_size=world.size)
-    for batch, kept in tqdm(arguments.regimes, desc="regimes", unit="regime", disable=world.rank != 0):
-        place, times = {"ranks": world.size, "batch": batch}, times_of(batch)
+    times_of = head_times(world, arguments)
+    regimes = [*product(arguments.parts, arguments.batches, arguments.kept)]
+    for part, batch, kept in tqdm(regimes, desc="regimes", unit="regime", disable=world.rank != 0):
+        place, times = {"ranks": world.size, "batch": batch}, times_of(batch) if times_of else None
         budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
-        names = [CONTIGUOUS, *(name for name in BY_TOKENS if world.size > 1), CHOSEN]
-        found = [make_division(name, budgets, **place, times=times) for name in names]
+        found = [make_division(name, budgets, **place, times=times) for name in arguments.methods]
         # Each rank could decide otherwise by a float's last bit.
         mappings = world.gather([each.mapping for each in found])[0]
-        divisions = {
-            name: divide_by(name, budgets, mapping, **place) for name, mapping in zip(names, mappings, strict=True)
-        }
+        divisions = [
+            divide_by(each.name, each.budgets, mapping, **place) for each, mapping in zip(found, mappings, strict=True)
+        ]
         own = argparse.Namespace(**{**vars(arguments), "batch": batch, "kept": kept})
-        for row in measure_part("regimes", own, world, [*divisions.values()], budget_s=arguments.regime_seconds):
-            division = divisions[row["method"]]
-            same = division.mapping is not None and division.pieces == divisions[CONTIGUOUS].pieces
-            row |= {"predicted_s": times.beside_s + sum(division.layer_seconds(times))}
-            row |= {"left_alone": division.name == CHOSEN and same}
-            row |= {"copies": sum(layer.copies for layer in division.mapping.layers) if division.mapping else 0}
-            rows.append(row)
+        output_bytes = batch * arguments.heads * arguments.head_dim * DTYPES[arguments.dtype].itemsize
+        measured = measure_part(part, own, world, divisions)
+        for row, division in zip(measured, divisions, strict=True):
+            rows.append(row | {"predicted_s": times and predicted_s(part, times, division, output_bytes)})
     return rows

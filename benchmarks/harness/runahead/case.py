@@ -35,7 +35,7 @@ class Searches:
         self, engine: megakv.MegaKVEngine, world: World, arguments: argparse.Namespace, table: Path, profile: str | None
     ):
         self._engine, self._world, self._path = engine, world, table
-        self._options = {"step": arguments.search_step, "patience": arguments.search_patience}
+        self._options = {"step": arguments.search_step}
         self._options |= {"repeats": arguments.search_repeats, "profile": profile, "full_grid": False}
 
     def search(self, context: int) -> None:
@@ -118,7 +118,7 @@ class CaseBench:
             return Prefill(name, ContextParallel(engine), ids, *switch)
         partition = self._partition(name, ids.shape[1])
         if partition is None:
-            return self._peers.prefill(name, ids, *switch)
+            return Prefill(name, self._peers.peer(name), ids, *switch)
         engine = chain_engine(self._peers)
         return Prefill(name, ContextParallel(engine), ids, partial(engine.partitions.use, partition), *switch)
 

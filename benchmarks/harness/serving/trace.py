@@ -1,8 +1,6 @@
 """Prompt tokens that are computed for a trace of conversations, over those that an unbounded prefix cache would.
 
-Traces have Mooncake's format: a line for each request, with ids of its prompt's blocks. What is generated has the
-published statistics of Mooncake's conversation trace (FAST '25): 12,035 prompt tokens in the mean, 85,401 at the 99th
-percentile, 36.6% of them shared with earlier prompts.
+Traces have Mooncake's format (FAST '25): a line for each request, with ids of its prompt's blocks.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -20,18 +18,14 @@ from typing import Any
 from tqdm.asyncio import tqdm
 from transformers import AutoConfig
 
+from megakv.base.errors import MegaKVError
+
 from ..document import Passages
 from ..launch import Rows, Summary
 from ..publish import show
 from .server import Client, Server, megakv_server
 
 BLOCK = 512  # Tokens of a block
-GOES_ON = 0.375
-"""Share of requests that go on a conversation. This and what follows is fitted to the published statistics."""
-FIRST, LATER, OUTPUT = (8.4, 1.2), (8.0, 1.1), (5.5, 0.8)
-"""Mean and deviation of the logarithm of the length of a first turn, of what a later one adds, and of an answer."""
-SYSTEM = 500  # Tokens with which all conversations begin
-OPEN = 30  # Conversations that may go on
 CONCURRENT = 4  # Requests under way at a time, in the order of the trace
 ROOM = 128  # Positions that stay free behind the longest prompt and answer
 
@@ -60,40 +54,17 @@ def read_trace(path: Path, count: int) -> list[TraceRequest]:
     return found
 
 
-def generated(count: int, seed: int) -> list[TraceRequest]:
-    """Conversations that begin alike and go on in turns."""
-    return list(islice(_requests(Random(seed)), count))
-
-
-def _requests(random: Random) -> Iterator[TraceRequest]:
-    conversations: list[TraceRequest] = []
-    blocks = SYSTEM // BLOCK + 1
-    while True:
-        before = random.randrange(len(conversations)) if conversations and random.random() < GOES_ON else None
-        earlier = TraceRequest(0, 0, (0,)) if before is None else conversations[before]
-        length = max(1, earlier.length + int(random.lognormvariate(*(FIRST if before is None else LATER))))
-        # The last block of before was not full: its id is another one now. All begin with the system's.
-        kept = earlier.blocks[: max(1, earlier.length // BLOCK)]
-        more = range(blocks, blocks + max(0, -(-length // BLOCK) - len(kept)))
-        blocks += len(more)
-        request = TraceRequest(length, max(1, int(random.lognormvariate(*OUTPUT))), (*kept, *more))
-        if before is None:
-            conversations = [*conversations, request][-OPEN:]
-        else:
-            conversations[before] = request
-        yield request
-
-
 def measure(arguments: argparse.Namespace) -> Rows:
     """A row for each request."""
-    count = arguments.trace_requests
-    trace = read_trace(Path(arguments.trace), count) if arguments.trace else generated(count, arguments.seed)
+    if not arguments.trace:
+        raise MegaKVError("--trace FILE names the trace: a JSONL in Mooncake's format")
+    trace = read_trace(Path(arguments.trace), arguments.trace_requests)
     asked = prompts(trace, arguments)
     with megakv_server(arguments) as server:
         found = asyncio.run(_ask(server, asked))
-    cold, source = unbounded([prompt for prompt, _ in asked]), arguments.trace or "generated"
+    cold = unbounded([prompt for prompt, _ in asked])
     return [
-        {"trace": source, "trace_tokens": request.length, "unbounded_computed": least, **row}
+        {"trace": arguments.trace, "trace_tokens": request.length, "unbounded_computed": least, **row}
         for request, least, row in zip(trace, cold, found, strict=True)
     ]
 

@@ -45,6 +45,7 @@ def rows(results: Path) -> list[dict[str, Any]]:
     return json.loads(results.read_text())["rows"]
 
 
+@pytest.mark.drawn("benchmarks")
 def test_rows_of_a_real_run(results: Path, rows: list[dict[str, Any]]) -> None:
     summary = json.loads(results.read_text())["summary"]
     assert summary["tokens_equal"] and summary["token_agreement"] == 1 and summary["link"] == "emulated"
@@ -71,6 +72,7 @@ def test_rows_of_a_real_run(results: Path, rows: list[dict[str, Any]]) -> None:
     assert links["opt", LINK, "in_memory"]["bytes_out"] == 0
 
 
+@pytest.mark.drawn("benchmarks")
 def test_rows_of_columns(rows: list[dict[str, Any]]) -> None:
     found = {row["method"]: row for row in rows if row["part"] == "throughput"}
     weights = found["stream"]["weight_bytes"]
@@ -123,6 +125,7 @@ def test_layers_with_windows(tmp_path: Path) -> None:
     assert (tmp_path / "windows.windows.windowed.png").is_file()
 
 
+@pytest.mark.drawn("benchmarks")
 def test_tables_and_charts(
     results: Path, rows: list[dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -141,6 +144,7 @@ def test_tables_and_charts(
     assert sum(line.startswith("opt") for line in said.splitlines()) == 3 * len(METHODS)
 
 
+@pytest.mark.drawn("benchmarks")
 def test_verdicts(rows: list[dict[str, Any]]) -> None:
     some = [row for row in rows if (row["part"], row["shape"], row["link_gb_s"]) == ("links", "opt", LINK)]
     times = {"stream": 1.0, "kvpr": 0.8, "chunked": 0.5, "cpu_rank": 0.51, "auto": 0.6, "transformers": 2.0}

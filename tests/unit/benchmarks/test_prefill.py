@@ -75,17 +75,53 @@ def test_tiny_run_of_all_methods(run: Callable[..., Any], tmp_path: Path) -> Non
     assert kv <= rows["all_gather"]["bytes_sent"][1]["all_gather"] <= 1.05 * kv
 
     summary = report["summary"]
-    assert set(summary["speedup"]) == {"pass_kv", "pass_q", "all_gather"}
-    middle = {name: sorted(row["seconds"])[1] for name, row in rows.items()}
-    for name, peers in summary["speedup"].items():
+    assert list(summary["speedup"]) == ["2 ranks, 128 tokens"]
+    speedup = summary["speedup"]["2 ranks, 128 tokens"]
+    assert set(speedup) == {"pass_kv", "pass_q", "all_gather"}
+    for name, peers in speedup.items():
         assert set(peers) == {"single", "tp", "tp_gloo"}
         for peer, found in peers.items():
-            assert found["value"] == pytest.approx(middle[peer] / middle[name])
+            ratios = [a / b for a, b in zip(rows[peer]["seconds"], rows[name]["seconds"], strict=True)]
+            assert found["value"] == pytest.approx(sorted(ratios)[1])
             assert 0 < found["low"] <= found["value"] <= found["high"] < math.inf
-    assert summary["efficiency"]["pass_kv"]["value"] == pytest.approx(middle["single"] / middle["pass_kv"] / 2)
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    assert "speedup  pass_kv  tp_gloo" in done.stdout and "efficiency  pass_kv" in done.stdout
+    assert "speedup  2 ranks, 128 tokens  pass_kv  tp_gloo" in done.stdout
     assert [file.name for file in sorted(tmp_path.iterdir())] == ["prefill.json", "prefill.png"]
+
+
+@pytest.mark.drawn("benchmarks")
+def test_tiny_run_by_number_of_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "scaling.json"
+    asked = ["--ranks", "2", "--sizes", "1,2", "--context", "96,640", "--tokens", "5", "--repeats", "2"]
+    done = fork_benchmark("prefill.py", *asked, "--profile-seconds", "0.1", "--json", path, *TINY)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(path.read_text())
+    names = {1: ["single", "pass_kv"], 2: ["tp", "tp_gloo", "pass_kv"]}
+    assert [(row["ranks"], row["context"], row["method"]) for row in report["rows"]] == [
+        (ranks, context, name) for ranks in (1, 2) for context in (96, 640) for name in names[ranks]
+    ]
+    whole = 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 96 + 2 * 64) * 4 + (2 * 300 * 64 + 64) * 4
+    for row in report["rows"]:
+        assert len(row["seconds"]) == len(row["ttit_seconds"]) == 2
+        assert all(value > 0 for value in row["seconds"] + row["ttit_seconds"])
+        assert row["max_logit_difference"] <= 1e-5 and len(row["weight_bytes"]) == row["ranks"]
+        if row["method"] == "pass_kv":
+            assert 0 < row["predicted_ttit_s"] < math.inf and 0 < row["predicted_s"] < math.inf
+            # Context parallelism keeps all weights on every rank; tensor parallelism cuts most of them.
+            assert row["weight_bytes"] == [whole] * row["ranks"]
+        else:
+            assert row["predicted_s"] is row["predicted_ttit_s"] is None
+            assert row["ranks"] == 1 or max(row["weight_bytes"]) < 0.8 * whole
+    summary = report["summary"]
+    middle = {(row["ranks"], row["context"], row["method"]): sum(row["seconds"]) / 2 for row in report["rows"]}
+    for context in (96, 640):
+        ratios = summary["scaling_ratio"][str(context)]
+        assert set(ratios) == {"pass_kv", "tp", "tp_gloo"}
+        for name, found in ratios.items():
+            first = middle[1, context, "pass_kv" if name == "pass_kv" else "single"]
+            assert found["2"]["value"] == pytest.approx(first / middle[2, context, name])
+        said = {f"{name} {ranks}" for ranks, several in names.items() for name in several}
+        assert set(summary["ttft_ttit"][str(context)]) == said
 
 
 def test_end_by_sigterm_leaves_no_rank(tmp_path: Path) -> None:
@@ -113,6 +149,10 @@ def test_run_beyond_its_time_is_ended() -> None:
         (["--ranks", "3"], "--kv-heads 2 is no multiple of 3 ranks"),
         (["--ranks", "0"], "--ranks 0"),
         (["--ranks", "2", "--context", "0"], "--context 0"),
+        (["--ranks", "2", "--sizes", "1,4"], "--sizes 1,4"),
+        (["--ranks", "2", "--context", "512,many"], "--context 512,many"),
+        (["--ranks", "2", "--tokens", "1"], "--tokens 1"),
+        (["--ranks", "2", "--hosts", "4"], "--hosts 4: allowed: 2 or more, of which --ranks 2 is a multiple"),
     ],
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:

@@ -19,7 +19,6 @@ from tests.unit.benchmarks.running import fork_benchmark, refusal, tiny
 fork = partial(fork_benchmark, "runahead.py")
 TINY = tiny()
 QUICK = ["--table-spacing", "64", "--repeats", "2", "--profile-seconds", "0.3", "--search-step", "32"]
-QUICK += ["--search-patience", "1"]
 
 
 @pytest.mark.drawn("benchmarks")

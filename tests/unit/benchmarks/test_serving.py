@@ -3,12 +3,11 @@
 import json
 from functools import partial
 from pathlib import Path
-from random import Random
 
 import pytest
 
 from benchmarks import serving
-from benchmarks.harness.serving.trace import BLOCK, generated, read_trace, unbounded
+from benchmarks.harness.serving.trace import read_trace, unbounded
 from tests.distributed.launch import ROOT
 from tests.unit.benchmarks.running import refusal, run_benchmark
 
@@ -40,8 +39,11 @@ def test_answers_and_throughput(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_all_other_parts(tmp_path: Path) -> None:
-    path = tmp_path / "serving.json"
-    done = run("--parts", "gaps,trace,returns,restart,memory", *TINY, "--json", path)
+    path, trace = tmp_path / "serving.json", tmp_path / "trace.jsonl"
+    blocks = [0, 1, 2], [0, 1, 3], [0, 4, 5], [0, 6]
+    lines = [{"input_length": 1500, "output_length": 40, "hash_ids": ids} for ids in blocks]
+    trace.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    done = run("--parts", "gaps,trace,returns,restart,memory", "--trace", trace, *TINY, "--json", path)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     parts = {name: [row for row in report["rows"] if row["part"] == name] for name in report["args"]["parts"]}
@@ -52,20 +54,6 @@ def test_all_other_parts(tmp_path: Path) -> None:
     assert returned["cached_tokens"][0] >= 0.9 * 300 and restarted["cached_tokens"] == [299]
     assert restarted["tokens_equal"] == [True] and restarted["ranks_after"] == 1
     assert parts["memory"][-1]["requests"] == 20 and len(parts["memory"][-1]["rss"]) == 2
-
-
-def test_generated_traces_have_the_published_statistics() -> None:
-    found = generated(20_000, Random().randrange(1 << 30))
-    lengths = sorted(request.length for request in found)
-    seen: set[int] = set()
-    shared = 0
-    for request in found:
-        assert len(request.blocks) == -(-request.length // BLOCK)
-        shared += BLOCK * len(seen.intersection(request.blocks))
-        seen.update(request.blocks)
-    assert sum(lengths) / len(lengths) == pytest.approx(12_035, rel=0.1)
-    assert lengths[len(lengths) * 99 // 100] == pytest.approx(85_401, rel=0.2)
-    assert shared / sum(lengths) == pytest.approx(0.366, rel=0.1)
 
 
 def test_a_trace_of_a_file(tmp_path: Path) -> None:

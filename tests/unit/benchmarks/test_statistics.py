@@ -46,3 +46,13 @@ def test_same_samples_give_the_same_interval() -> None:
 def test_samples_that_are_no_pairs_are_refused(numerator: list[float], denominator: list[float]) -> None:
     with pytest.raises(ValueError, match="samples"):
         ratio(numerator, denominator)
+
+
+def test_ratio_of_independent_samples() -> None:
+    rng = np.random.default_rng(3)
+    covered = 0
+    for _ in range(60):
+        found = ratio(2 * rng.normal(1, 0.1, 12), rng.normal(1, 0.1, 9), paired=False)
+        assert found.low <= found.value <= found.high
+        covered += found.low <= 2 <= found.high
+    assert covered >= 52

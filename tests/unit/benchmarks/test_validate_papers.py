@@ -1,15 +1,13 @@
-"""benchmarks/validate_papers.py: data are checked, halves do not mix, and fits find the constants of known times."""
+"""benchmarks/validate_papers.py: data are whole, halves do not mix, and fits find the constants of known times."""
 
-import json
 import random
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from benchmarks.papers import context_parallel, fairkv, offload
-from benchmarks.papers.fit import Constant, Constants, at_bounds, fitted
-from benchmarks.papers.published import PATH, Cell, Table, cells_of, load_tables, pairs_of
+from benchmarks.papers.fit import Constant, Constants, fitted
+from benchmarks.papers.published import Cell, Table, cells_of, load_tables, pairs_of
 from benchmarks.papers.runahead import CONSTANTS, NAMES, RunaheadTables
 
 TABLES = load_tables()
@@ -37,17 +35,10 @@ def test_a_few_numbers_are_as_printed() -> None:
     assert value("context_parallel_table_7", hosts=4, read_by="tp") == 19.841
 
 
-def test_broken_data_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "published.json"
-    values = json.loads(PATH.read_text())
-    values["tables"][0]["values"][0].pop()
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="runahead_table_1: values must be 22 rows of 4"):
-        load_tables(path)
-    values["tables"][0]["values"][0].append(-1)
-    path.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="greater than 0"):
-        load_tables(path)
+def test_tables_are_whole() -> None:
+    for table in TABLES.values():
+        assert [len(row) for row in table.values] == [len(table.columns)] * len(table.rows)
+        assert all(cell.value > 0 for cell in cells_of(table))
 
 
 def test_pairs_differ_by_the_compared_key_alone() -> None:
@@ -75,19 +66,9 @@ def test_a_fit_finds_the_constants_and_looks_at_no_held_out_cell() -> None:
         tuple(predict(cell, truth) * (1 if cell.use == "fitted" else 7) for cell in cells_of(blank) if cell.row == row)
         for row in range(4)
     )
-    table = blank.model_copy(update={"values": values})
+    table = replace(blank, values=values)
     start = {name: Constant(1.0, 0.1, 10.0) for name in truth}
     assert fitted(cells_of(table), start, predict) == pytest.approx(truth, rel=1e-3)
-    assert at_bounds(truth, start) == []
-    tight = {**start, "b": Constant(0.6 * truth["b"], 0.1, 0.8 * truth["b"])}
-    assert at_bounds(fitted(cells_of(table), tight, predict), tight) == ["b"]
-
-
-def test_the_papers_own_breakdown_has_its_tipping_point_below_three_per_cent() -> None:
-    """Table 5: pass-KV waits 3 x (627 - 414) us at 2.5%, pass-Q 424; at 10% pass-KV waits for nothing, pass-Q 1023."""
-    balance = context_parallel.balance_of(TABLES[context_parallel.BREAKDOWN])
-    share = (3 * (627 - 414) - 424) / (3 * (627 - 414) - 424 + 3 * (1608 - 631) + 1023)
-    assert balance == pytest.approx(3200 + 9600 * share) and 0.025 < balance / 128_000 < 0.03
 
 
 def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:
@@ -114,7 +95,6 @@ def test_predictions_of_every_kind_are_near_the_published_numbers() -> None:
     }
     # What only the paper's partial prefill takes: as much as the same prompt differs by between Tables 4 and 7.
     assert rings[context_parallel.PARTIAL] == pytest.approx((11.46215 - 10.95) / 126, rel=0.15)
-    assert at_bounds(rings, context_parallel.CONSTANTS) == []
 
     known = cells_of(TABLES["kvpr_table_5"])
     link = fitted(known, offload.SMALL_CONSTANTS, offload.predict)

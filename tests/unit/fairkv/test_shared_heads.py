@@ -17,6 +17,7 @@ from megakv.cache.shared_heads import SharedHeadsStore
 from megakv.cache.shares import BLOCK, PERIOD, Copies, interleaved, owners, shares_of_rank
 from megakv.cache.store import KVStore
 from megakv.costmodel.stored_rows import page_bytes
+from megakv.offload.bodies import CompressedStore
 from megakv.offload.config import OffloadConfig
 from megakv.offload.host_memory import HostTier
 from megakv.offload.link import EmulatedLink
@@ -24,7 +25,6 @@ from megakv.offload.pages import PagePool
 from megakv.offload.residents import ResidentBudget
 from megakv.offload.shared_tiers import SharedTiers
 from megakv.offload.store import TieredStore
-from megakv.offload.turn_store import CompressedStore
 from tests.mappings import mapping_of, random_ranks
 
 DIM, VALUE_DIM, GROUP = 16, 24, 2

@@ -225,7 +225,7 @@ def test_only_new_tokens_go_back(offloaded: Any) -> None:
         offloader, sent = engine._offloader, [0]
 
         def note(*_: Any, offloader: Any = offloader, sent: list[int] = sent, **__: Any) -> Tensor:
-            for transfer in offloader.outgoing:
+            for transfer in offloader.link._outgoing:
                 transfer.settle()
             sent.append(offloader.link.traffic["out"].nbytes)
             return torch.zeros(len(ids), dtype=torch.bool)

@@ -151,15 +151,6 @@ def test_transfers_are_timed_when_they_have_ended(link: StreamLink, ahead: Threa
     assert link.traffic["in"] is traffic and traffic.timed_bytes == rows.nbytes and 0 < traffic.busy_s < 0.5
 
 
-@pytest.mark.parametrize("cuts", [[], [400], [4, 404, 2000], [-8, 0, 4000, 5000]])
-def test_no_copy_goes_across_a_seam(cuts: list[int], link: StreamLink, ahead: ThreadStreams) -> None:
-    rows, found = torch.randn(100, 10), torch.zeros(100, 10)
-    link.seams += [rows.data_ptr() + cut for cut in cuts]
-    link.start("in", moves((rows, found))).settle()
-    within = [0, *(cut for cut in cuts if 0 < cut < 4000), 4000]
-    assert len(ahead.copied) == len(within) - 1 and torch.equal(found, rows)
-
-
 def test_a_stress_of_both_directions_corrupts_nothing(link: StreamLink, ahead: ThreadStreams, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(3)
     disk, width = DiskTier(64 * 132, tmp_path), 33

@@ -51,7 +51,6 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
         (["--step", "22"], "--step 22: allowed: 21 or less, for 64 tokens on 3 ranks"),
         (["--repeats", "0"], "--repeats 0: allowed: 1 or more"),
         (["--threads", "-1"], "--threads -1: allowed: 1 or more"),
-        (["--patience", "0"], "--patience 0: allowed: 1 or more"),
         (["--ranks", "1"], "a chain has 2 ranks or more; set it, or give --ranks"),
         (["--profile", "/no/such"], "--profile = '/no/such' cannot be read"),
         (["--png", "/no/such/folder/a.png"], "--png /no/such/folder/a.png: cannot be written"),
