@@ -31,9 +31,6 @@ RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 WARM = 3  # Steps that are left out: they fill the pipeline, and the costs of the first are not learned yet
 PASS_TOKENS = 64 << 10  # On a GPU, longer prompts are read in pieces of so many: what layers compute with must fit, too
-ATTENTION_PIECES = (
-    2  # Pieces that an attention's weights come in, row-by-row: those for keys and values, and the others
-)
 COPY_BYTES, COPIES = 1 << 30, 5
 
 
@@ -211,5 +208,7 @@ class Decoder:
 def _wait_for_attention(offloader: Any) -> None:
     """Let recomputation begin only when all weights of a layer's attention are there (KVPR, Figure 5a)."""
     for layer, module in offloader._recomputation._modules.items():
-        wait = partial(offloader.weights._await, layer, ATTENTION_PIECES)
+        own, placed = set(map(id, module.parameters())), offloader.weights._parameters[layer]
+        last = max(place.stop for parameter, place in placed if id(parameter) in own)
+        wait = partial(offloader.weights._await_byte, layer, last)
         module.register_forward_pre_hook(wait, prepend=True)
