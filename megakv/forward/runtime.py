@@ -29,9 +29,8 @@ from megakv.fairkv.compression import Compressor
 from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.eviction import Eviction
 from megakv.fairkv.observation import Turn
-from megakv.forward.attend import WITHIN, LayerAttention
+from megakv.forward.attend import LayerAttention
 from megakv.forward.pass_plan import Generation, PassPlan, PassState
-from megakv.forward.pauses import Pauses
 from megakv.forward.planning import PassPlanner
 from megakv.forward.traits import ModelTraits
 from megakv.forward.wanted import LastRows, Wanted
@@ -57,12 +56,10 @@ class Runtime:
     """
     current: PassPlan | None = None
     """The pass under way."""
-    pauses: Pauses | None = None
-    """Of the pass that begins next."""
     generation: Generation | None = None
     """The `generate` call under way."""
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
-    """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
+    """Those that were used so far, by name."""
     rotate: Callable[[int, Tensor, int], Tensor] | None = None
     """Moves a layer's keys ``[n, D]`` on by so many positions."""
     _life: int = 0
@@ -84,8 +81,7 @@ class Runtime:
         """Begin with methods that expect nothing of an earlier pass."""
         self._life = self.comm.failures.life
         self.methods.clear()
-        for name in ("runahead", f"runahead{WITHIN}"):
-            self.methods[name] = Runahead(self.planner.runahead.chunk_tokens)
+        self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
 
     def new_cache(self, layers: int) -> ShardedCache:
         """An empty cache in the memory of the model's device."""
@@ -135,9 +131,6 @@ class Runtime:
         turn, compress, ends = self._turn(lengths, cache, slots)
         evict: tuple[int, ...] = ()
         watched = False
-        pauses, self.pauses = self.pauses, None
-        # A pass that was broken off, as by Ctrl-C, is no outer one.
-        outer = self.current if self.current is not None and self.current.pausing else None
         if (eviction := self.eviction) is not None and cache.compresses:
             full, watched = eviction.plan(cache, lengths, turn, compress)
             evict = full if ends else ()
@@ -158,8 +151,6 @@ class Runtime:
                 last=last,
                 compression=CompressionPlan(going),
                 generation=self.generation,
-                pauses=pauses,
-                outer=outer,
                 use_cache=use_cache,
                 return_dict=return_dict,
                 state=state,
@@ -171,7 +162,7 @@ class Runtime:
         # sequence, as when text is generated, unless something may be compressed, which takes all queries.
         asked = wanted.tokens(new.batch)
         compression = CompressionPlan(turn, compress, evict, watched)
-        plain = self.replicas is None and compression.idle and pauses is None
+        plain = self.replicas is None and compression.idle
         # Where all rows go through layers at once, leaving some out would take longer than to compute them.
         steps = plain and len(new) <= self.traits.few_rows and (size == 1 or layout.replicated)
         decodes = steps or self.planner.decodes(workload, proposed)
@@ -195,8 +186,6 @@ class Runtime:
             last=last,
             compression=compression,
             generation=self.generation,
-            pauses=pauses,
-            outer=outer,
             use_cache=use_cache,
             return_dict=return_dict,
             state=state,
@@ -261,8 +250,6 @@ class Runtime:
             return step.state.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
         if step.state.kinds is not None:
             step.state.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
-        if step.pauses is not None:
-            self._reach(step.pauses, 2 * layer)
         if step.token_step is not None:
             out = self._token_attended(step, step.token_step, layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
             if out is not None:
@@ -273,14 +260,7 @@ class Runtime:
             with torch.autocast(kind, enabled=False):
                 q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
                 out = self._attention.attend(step, layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
-        if step.pauses is not None and not step.more:
-            self._reach(step.pauses, 2 * layer + 1)
         return out
-
-    def _reach(self, pauses: Pauses, stop: int) -> None:
-        decoding = self.comm.ledger.decoding
-        pauses.reach(stop)
-        self.comm.ledger.decoding = decoding
 
     def _token_attended(
         self,
