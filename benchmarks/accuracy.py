@@ -1,21 +1,19 @@
 """Costs of compression in RULER's tasks for a real model, in the form of FairKV's Table 3; and whether exact is exact.
 
 Exact tokens are compared with transformers' item by item. Then every compression method answers the same items at every
-budget, and caches of 4 bits and FP8 weights beside them. Every batch of items is kept when it is done: the same command
-goes on from there, and with more --items adds to what was measured.
+budget, and caches of 4 bits and FP8 weights beside them.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from harness.accuracy.answers import load_model, measure_compressed, measure_exact
@@ -31,16 +29,16 @@ from harness.accuracy.ruler import (
     rows_of,
     score_tables,
 )
-from harness.launch import Found, Launch, Rows, benchmark_kept, is_rank, rank_environment
+from harness.launch import Found, Launch, Rows, benchmark, rank_environment
 from harness.options import DTYPES, Options
-from harness.publish import Parts, align, show_summary
+from harness.publish import align, show_summary
 
 from megakv.fairkv.profile import load_budgets
 
 CACHE = Path(os.path.relpath(Path(__file__).resolve().parent.parent / ".cache"))  # As results show it
-COMPRESSED, PROFILE = "compressed", "profile"
-ONLY = (EXACT, PROFILE, COMPRESSED)
-"""Tokens beside transformers', on one rank and on all, in fp32; budgets by megakv fairkv-profile; scores."""
+COMPRESSED = "compressed"
+ONLY = (EXACT, COMPRESSED)
+"""Tokens beside transformers', on one rank and on all, in fp32; scores."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -63,12 +61,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--profile-items", {"": 2, "quick": 1}, "of each task at the shortest length, for the profile")
     options.add("--batch", 4, "prompts that are read together")
     options.choice("--dtype", DTYPES, "bf16", "of compressed runs and the profile; tokens are compared in fp32")
-    options.add("--parts", None, "folder where batches are kept (default: FILE.parts of --json)", kind=str)
+    text = "budgets of megakv fairkv-profile, headkv's importances (default: measured, of --profile-items)"
+    options.add("--profile", None, text, kind=str)
     arguments = options.parse(argv)
     if arguments.ranks < 2:
         options.error(f"--ranks {arguments.ranks}: allowed: 2 or more, to compare one rank with several")
-    if not is_rank() and "headkv" in arguments.methods and arguments.only in ([COMPRESSED], [EXACT, COMPRESSED]):
-        options.error("--methods headkv takes its budgets from the profile: add profile to --only, or leave headkv out")
     try:
         read_items(Path(arguments.data), arguments.tasks, arguments.context)
     except ValueError as error:
@@ -76,30 +73,16 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def identity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Settings that must be the same for batches to be kept side by side."""
-    data = hashlib.sha256(Path(arguments.data).read_bytes()).hexdigest()
-    return {"model": Path(arguments.model).name, "data": data, "dtype": arguments.dtype, "batch": arguments.batch}
-
-
-def profile_path(parts: Any) -> Path:
-    return Path(parts.folder / PROFILE / "budgets.json")
-
-
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
-    """One part, as one of its ranks; what is measured is kept at once."""
-    parts, exact = Parts(Path(arguments.parts), identity(arguments)), arguments.only == [EXACT]
+    """One part, as one of its ranks."""
+    exact = arguments.only == [EXACT]
     model, tokenizer = load_model(arguments.model, "fp32" if exact else arguments.dtype)
     items = read_items(Path(arguments.data), arguments.tasks, arguments.context)
-    measure: Any = measure_exact if exact else partial(measure_compressed, importance=profile_path(parts))
-    measure(arguments, world, parts, model, tokenizer, items)
-    return []
+    return (measure_exact if exact else measure_compressed)(arguments, world, model, tokenizer, items)
 
 
-def profile_heads(arguments: argparse.Namespace, parts: Any) -> None:
+def profile_heads(arguments: argparse.Namespace, path: Path) -> None:
     """Measure what each KV head keeps, by the command that users have, of items that are not asked otherwise."""
-    path = profile_path(parts)
-    path.parent.mkdir(parents=True, exist_ok=True)
     (config := path.with_name("config.json")).write_text(json.dumps({"dtype": arguments.dtype}))
     files = []
     for (_, task), several in read_items(Path(arguments.data), arguments.tasks, arguments.context[:1]).items():
@@ -114,25 +97,26 @@ def profile_heads(arguments: argparse.Namespace, parts: Any) -> None:
         raise ValueError("megakv fairkv-profile has failed")
 
 
-def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
+def launches(arguments: argparse.Namespace, folder: Path) -> Iterator[Launch]:
     """Launches of all parts; the profile is measured between them."""
-    kept = ["--parts", str(parts.folder.resolve())]
     if EXACT in arguments.only:
         for ranks in (1, arguments.ranks):
-            yield Launch(ranks, ["--only", EXACT, *kept], f"exact tokens, {ranks} rank(s)")
-    if PROFILE in arguments.only and not profile_path(parts).exists():
-        profile_heads(arguments, parts)
+            yield Launch(ranks, ["--only", EXACT], f"exact tokens, {ranks} rank(s)")
     if COMPRESSED in arguments.only:
-        yield Launch(1, ["--only", COMPRESSED, *kept], "scores by method and budget")
+        if "headkv" in arguments.methods and not arguments.profile:
+            arguments.profile = str(folder / "budgets.json")
+            profile_heads(arguments, Path(arguments.profile))
+        given = ["--profile", arguments.profile] if arguments.profile else []
+        yield Launch(1, ["--only", COMPRESSED, *given], "scores by method and budget")
 
 
-def report(parts: Any, arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
-    """Report scores and tokens that are kept."""
-    rows = rows_of({name: part["answers"] for name, part in parts.all(f"{COMPRESSED}-").items()})
-    tokens = {name: part["tokens"] for name, part in parts.all(f"{EXACT}-").items()}
+def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
+    """Report scores, and whether tokens are equal."""
+    tokens = {row["name"]: row["tokens"] for row in rows if "tokens" in row}
+    rows = rows_of({row["name"]: row["answers"] for row in rows if "answers" in row})
     summary = compare_tokens(tokens) | by_length(rows)
-    if profile_path(parts).exists():
-        profile = load_budgets(str(profile_path(parts)))
+    if arguments.profile and Path(arguments.profile).exists():
+        profile = load_budgets(arguments.profile)
         summary["heads"] = {
             "budget": arguments.budgets[len(arguments.budgets) // 2],
             "mean_share": [[value / sum(row) for value in row] for row in profile.budgets],
@@ -146,4 +130,5 @@ def report(parts: Any, arguments: argparse.Namespace, rows: Rows, skipped: dict[
 
 if __name__ == "__main__":
     asked = parse_arguments()
-    sys.exit(benchmark_kept("accuracy", asked, identity(asked), measure_rank, report, launches))
+    with TemporaryDirectory(prefix="megakv-benchmark-") as own:
+        sys.exit(benchmark("accuracy", asked, measure_rank, report, launches(asked, Path(own))))

@@ -17,7 +17,7 @@ from harness.links import FREE, checked_rates
 from harness.methods import ContextParallel, Generation, Peer, Peers
 from harness.models import random_ids, random_model, sharded_cache, single_caches, without_stop
 from harness.options import Options, check_memory
-from harness.profiles import keep_measured
+from harness.predictions import measured
 from harness.publish import show, show_summary
 from harness.sampling import Agreement, measure
 from harness.statistics import median, ratio
@@ -65,17 +65,18 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     positions = arguments.context + arguments.tokens + 2
     model = without_stop(random_model(arguments, positions=positions, device=world.device))
     with Peers(model, world) as peers:
+        known = None
         if world.size > 1:
             for name in arguments.methods:
                 if name in OWN:
                     own_engine(peers, name)
-            rate, idle = None if arguments.rate == FREE else arguments.rate, "_idle" in "".join(arguments.methods)
-            keep_measured(world, model, arguments, rate=rate, idle=idle)
-        return [row for batch in arguments.batches for row in measure_batch(arguments, world, peers, batch)]
+            known = measured(world, model.config, model.dtype, arguments)
+        rows = [row for batch in arguments.batches for row in measure_batch(arguments, world, peers, batch)]
+    return [{**row, "predicted_s": known and known.decode(row["method"], row["context"], row["batch"])} for row in rows]
 
 
 def own_engine(peers: Any, name: str) -> Any:
-    return peers.engine(name, {} if name == ALONE else {"decode": name}, tracking={"timeline": "decode.png"})
+    return peers.engine(name, {} if name == ALONE else {"decode": name})
 
 
 def measure_batch(arguments: argparse.Namespace, world: Any, peers: Any, batch: int) -> Rows:
@@ -105,7 +106,7 @@ def measure_batch(arguments: argparse.Namespace, world: Any, peers: Any, batch: 
         if sample.method in ("single", "in_place"):
             # Processes that do not wait for each other: the mean is what one of them takes.
             row["seconds"] = [sum(seconds) / len(seconds) for seconds in row["rank_seconds"]]
-        rows.append(row | ({"attention_us": row["decode_us"]} if sample.method in OWN else {}))
+        rows.append(row)
     return rows
 
 
@@ -131,8 +132,7 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -
     difference = max(row["max_logit_difference"] for row in rows)
     summary = {"time_ratio": ratios, "best": best, "max_logit_difference": difference}
     summary |= {"over_one_host": over_alone} if over_alone else {}
-    attention = "attention_us.attention attention_us.send_recv attention_us.collective"
-    show(rows, f"rate method batch seconds:ms seconds:min seconds:max {attention}", "Seconds per token")
+    show(rows, "rate method batch seconds:ms seconds:min seconds:max", "Seconds per token")
     show_summary(summary)
     return rows, summary, []
 

@@ -18,7 +18,7 @@ from harness.links import UNLIMITED, checked_rates, set_rate
 from harness.methods import ContextParallel, Peers, Prefill
 from harness.models import random_ids, random_model, words_of
 from harness.options import Options
-from harness.profiles import keep_measured
+from harness.predictions import measured
 from harness.publish import TIMES, show, show_summary
 from harness.sampling import Agreement, measure
 from harness.statistics import paired_ratio
@@ -48,9 +48,11 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_model(arguments, positions=arguments.context, device=world.device)
     inside, rates = arguments.ranks // arguments.hosts, (UNLIMITED, arguments.rate)
+    predicted: dict[tuple[str, str], float | None] = {}
     for rate in reversed(rates):
         set_rate(rate, world)
-        keep_measured(world, model, arguments, rate=rate, tp_size=inside)
+        known = measured(world, model.config, model.dtype, arguments, tp_size=inside)
+        predicted[OWN, rate] = known and known.prefill("pass_kv", arguments.context)
     with Peers(model, world) as peers:
         engine = peers.engine(OWN, {"prefill": "pass_kv"}, tp_size=inside)
         both = {OWN: ContextParallel(engine), PEER: peers.tensor_parallel("tp_gloo")}
@@ -58,7 +60,10 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
         methods = [Prefill(f"{name}, {rate}", both[name], ids, partial(set_rate, rate, world)) for name, rate in places]
         samples = measure(world, methods, Agreement(world, arguments.dtype), repeats=arguments.repeats)
     size = {"ranks": world.size, "context": arguments.context}
-    return [sample.to_row(method=name, rate=rate, **size) for (name, rate), sample in zip(places, samples, strict=True)]
+    return [
+        sample.to_row(method=name, rate=rate, **size, predicted_s=predicted.get((name, rate)))
+        for (name, rate), sample in zip(places, samples, strict=True)
+    ]
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:

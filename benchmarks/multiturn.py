@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from harness.breakdown import attention_us
 from harness.charts import lines
 from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.links import FREE, checked_rates
 from harness.methods import ContextParallel, Peers, Prefill
 from harness.models import random_ids, random_model, sharded_cache, words_of
 from harness.options import Options
-from harness.profiles import measured_profile, shape_of
+from harness.predictions import Predictions, measured
 from harness.publish import show, show_summary
 from harness.sampling import Agreement, measure
 from harness.statistics import Case, crossover, judge, paired_ratio
 
 from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.shape import ModelShape
 from megakv.forward.choice import Evidence, choose_prefill
 
 METHODS = ("pass_kv", "pass_q")
@@ -60,13 +60,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def find_evidence(arguments: argparse.Namespace, world: Any, model: Any) -> dict[str, Any]:
-    """By policy, the one that decides for `auto` last, what it decides from: a profile measured now."""
+def find_evidence(known: Predictions | None) -> dict[str, Any]:
+    """By policy, the one that decides for `auto` last, what it decides from."""
     evidence = {WITHOUT_PROFILE: Evidence()}
-    if arguments.profile_seconds:
-        profile = measured_profile(world, shape_of(model), arguments, name=f"{world.size}-{arguments.rate}")
-        evidence |= {policy: Evidence(policy, profile) for policy in reversed(POLICIES)}
-    return evidence
+    return evidence | ({policy: Evidence(policy, known.profile) for policy in reversed(POLICIES)} if known else {})
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
@@ -76,9 +73,9 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     limits = {"repeats": arguments.most_pairs, "least": arguments.pairs, "budget_s": arguments.cell_seconds}
     rows: Rows = []
     with Peers(model, world) as peers:
-        tracking = {"timeline": "multiturn.png"}
-        engines = {name: peers.engine(name, {"prefill": name}, tracking=tracking) for name in METHODS}
-        evidence, shape = find_evidence(arguments, world, model), shape_of(model).attention()
+        engines = {name: peers.engine(name, {"prefill": name}) for name in METHODS}
+        known = measured(world, model.config, model.dtype, arguments)
+        evidence, shape = find_evidence(known), ModelShape.from_config(model.config, dtype=model.dtype).attention()
         for rate in arguments.miss_rates:
             new = round(arguments.context * rate / 100)
             cached = arguments.context - new
@@ -93,7 +90,8 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
             place |= {"miss_rate": new / arguments.context, "new_tokens": new, "cached_tokens": cached}
             place |= {"auto": list(choices.values())[-1], "policies": choices}
             samples = measure(world, turns, Agreement(world, arguments.dtype), **limits)
-            rows += [each.to_row(**place, attention_us=attention_us(engines[each.method])) for each in samples]
+            for each in samples:
+                rows.append(each.to_row(**place, predicted_s=known and known.prefill(each.method, new, cached)))
     return rows
 
 
@@ -129,9 +127,7 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -
         "not_measured": dict(skipped),
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
-    parts = ("attention", "send_recv", "send_recv_exposed", "collective")
-    attention = " ".join(f"attention_us.{part}" for part in parts)
-    show(rows, f"rate method miss_rate:% new_tokens cached_tokens seconds auto {attention}")
+    show(rows, "rate method miss_rate:% new_tokens cached_tokens seconds auto")
     show(points, "rate miss auto speed", "Speed of pass-KV over pass-Q")
     show_summary({**summary, "rates": {rate: found["crossover_miss_rate"] for rate, found in rates.items()}})
     words = {

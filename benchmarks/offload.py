@@ -1,8 +1,7 @@
 """Decoding with keys and values, and weights, off the accelerator: KVPR and what goes beyond it, against others.
 
-In the form of the paper's Tables 2 to 5 and Figures 6 to 10, 12 and 13. Without --gpu the accelerator is the
-processor, and its link is EMULATED: a thread makes real copies, paced to each bandwidth. Every case is kept when it is
-measured: the same command goes on from there.
+In the form of the paper's Tables 2 to 5 and Figures 6, 7, 9, 12 and 13. Without --gpu the accelerator is the
+processor, and its link is EMULATED: a thread makes real copies, paced to each bandwidth.
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from harness.launch import Found, benchmark_alone
-from harness.offload.case import CaseBench, one_by_one
+from harness.launch import Found, Rows, benchmark_alone
+from harness.offload.case import CaseBench
 from harness.offload.decoder import pinned_copy_gb_s
-from harness.offload.plan import LARGE, PARTS, SMALL, cases, identity, plans
-from harness.offload.report import charts, in_order, summarise, tables
+from harness.offload.plan import LARGE, PARTS, SMALL, cases, plans
+from harness.offload.report import charts, in_order, show_tables, summarise
 from harness.options import DTYPES, Options
-from harness.publish import Parts, align, show_summary
+from harness.publish import show_summary
 from harness.world import alone
 from tqdm import tqdm
 
@@ -54,7 +51,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--cell-seconds", {"": 40.0, "quick": 4.0, "gpu": 0.0}, text, least=0)
     cores = len(os.sched_getaffinity(0))
     options.add("--threads", {"": 1, "gpu": max(1, cores - 2)}, "threads that compute")
-    options.add("--parts", None, "folder where cases are kept (default: FILE with suffix .parts)", kind=str)
     arguments = options.parse(argv)
     arguments.device = "cuda" if arguments.gpu else "cpu"
     own = tuple(plans(arguments))
@@ -75,39 +71,24 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def measure_all(arguments: argparse.Namespace, parts: Any) -> None:
-    device, rate = torch.device(arguments.device), 0.0
-    if arguments.gpu:
-        # The link is measured once for all cases that are kept together.
-        kept = parts.read("rate") or {"gb_s": round(pinned_copy_gb_s(device), 2)}
-        parts.write("rate", kept)
-        rate = kept["gb_s"]
+def measure_all(arguments: argparse.Namespace) -> Rows:
+    device, rows = torch.device(arguments.device), []
+    rate = round(pinned_copy_gb_s(device), 2) if arguments.gpu else 0.0
     least, most = arguments.least_repeats, max(arguments.repeats, arguments.least_repeats)
     for case in (bar := tqdm(cases(arguments), unit="case")):
         bar.set_postfix_str(case.name)
-        kept = parts.read(case.name)
-        if kept is None or len(kept["rows"][0]["seconds"]) < least:
-            bench = CaseBench(arguments, case, device, case.link_gb_s or rate)
-            if arguments.gpu:
-                rows = one_by_one(case, bench, parts, least)
-            else:
-                rows = bench.measure(least=least, most=most, budget_s=arguments.cell_seconds)
-            parts.write(case.name, {"rows": rows})
+        bench = CaseBench(arguments, case, device, case.link_gb_s or rate)
+        rows += bench.measure(least=least, most=most, budget_s=arguments.cell_seconds)
+    return rows
 
 
 def run(arguments: argparse.Namespace) -> Found:
-    """Measure what is not kept yet; print the tables of all cases that are."""
-    with tempfile.TemporaryDirectory() as spare, alone():
-        beside = Path(arguments.json).with_suffix(".parts") if arguments.json else Path(spare)
-        parts = Parts(Path(arguments.parts or beside), identity(arguments))
-        measure_all(arguments, parts)
-        rows: Any = in_order(row for part in parts.all().values() for row in part.get("rows", ()))
+    with alone():
+        rows: Any = in_order(measure_all(arguments))
     summary = summarise(rows, exact_type=arguments.dtype == "fp32")
-    summary["tables"] = tables(rows)
     measured = {row["part"] for row in rows}
     summary["not_measured"] = {part: text for part, text in PARTS.items() if part not in measured}
-    for table in summary["tables"]:
-        print(f"\n{table['title']}\n\n{align(table['lines'])}")
+    show_tables(rows)
     shown = ("tokens_equal", "lossy_token_agreement", "auto_over_best", "prediction_median_error", "predictions")
     show_summary(summary, *shown)
     return rows, summary, charts(f"{arguments.dtype}, {arguments.threads} thread(s)", rows)

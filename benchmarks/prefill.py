@@ -12,7 +12,7 @@ from harness.launch import Found, Rows, benchmark
 from harness.methods import Peers
 from harness.models import random_ids, random_model, words_of
 from harness.options import Options
-from harness.profiles import keep_measured
+from harness.predictions import measured
 from harness.publish import TIMES, show, show_summary
 from harness.sampling import Agreement, measure
 from harness.statistics import ratio
@@ -44,11 +44,18 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
         raise ValueError("--methods tp_gloo runs on CPU only: set DS_ACCELERATOR=cpu, or leave it out")
     ids = random_ids(arguments.vocab, arguments.context, world.device)
     model = random_model(arguments, positions=arguments.context, device=world.device)
-    keep_measured(world, model, arguments)
+    known = measured(world, model.config, model.dtype, arguments)
     with Peers(model, world) as peers:
         methods = [peers.prefill(name, ids) for name in arguments.methods]
         samples = measure(world, methods, Agreement(world, arguments.dtype), repeats=arguments.repeats)
-    return [sample.to_row(ranks=arguments.ranks, context=arguments.context) for sample in samples]
+    return [
+        sample.to_row(
+            ranks=arguments.ranks,
+            context=arguments.context,
+            predicted_s=known and known.prefill(sample.method, arguments.context),
+        )
+        for sample in samples
+    ]
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:

@@ -1,26 +1,25 @@
 """Time to first token of KV-Runahead's chain, of TSP, tensor parallelism, ring pass-KV and what `auto` chooses.
 
 In the form of the paper's Tables 1 to 3 and Figures 6, 8, 10 and 11, over contexts, ranks, KV heads and links.
-Partitions are searched on the ranks as the run goes on. Every case is kept when it is done: the same command goes on
-from there.
+Partitions are searched on the ranks as the run goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.launch import Launch, Rows, benchmark_kept, is_rank
+from harness.launch import Launch, Rows, benchmark, is_rank
 from harness.links import FREE, checked_rates
 from harness.methods import Peers
 from harness.models import random_model
 from harness.options import Options
-from harness.publish import Parts, describe_machine
 from harness.runahead.case import CaseBench
-from harness.runahead.plan import METHODS, SEARCH, groups, identity, is_done
+from harness.runahead.plan import METHODS, groups
 from harness.runahead.report import report
 
 
@@ -32,8 +31,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.numbers("--sizes", None, "numbers of ranks (default: --ranks alone)")
     options.numbers("--kv-heads", "16", "key-value heads, one model for each, such as 16,4,1")
     options.choice("--family", ("llama", "falcon"), "llama", "of the model")
-    usual = ",".join(name for name in METHODS if name != "single_masked")
-    options.names("--methods", METHODS, usual, "which to run")
+    options.names("--methods", METHODS, ",".join(METHODS), "which to run")
     options.add("--rates", FREE, "links between ranks: free, or limits such as 1gbit between hosts, as root")
     options.add("--noise", False, "also beside a competing flow at half rate, on limited links")
     options.add("--table-spacing", {"": 4096, "quick": 1024}, "kvr_p interpolates between multiples of it")
@@ -46,8 +44,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--repeats", {"": 7, "quick": 3}, "rounds at most")
     options.add("--least-repeats", 3, "rounds at least")
     options.add("--cell-seconds", {"": 600.0, "quick": 60.0}, "no further round begins in a cell after them")
-    options.add("--bound-repeats", 2, "rounds of single and single_masked, apart")
-    options.add("--parts", None, "folder where cells are kept (default: FILE.parts of --json)", kind=str)
     options.hidden("--switch")
     options.model(without=("kv_heads",))
     arguments = options.parse(argv)
@@ -66,44 +62,25 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
-    """Measure the cases of one group, as one of its ranks; they are kept as they are done."""
-    machine = describe_machine()
-    parts = Parts(Path(arguments.parts), identity(arguments))
+    """Measure the cases of one group, as one of its ranks."""
     (group,) = groups(arguments)
     arguments.kv_heads = group.kv_heads
     asked = arguments.methods, arguments.table_spacing
-    positions = max([*group.searched(*asked), *group.contexts])
-    with Peers(random_model(arguments, positions=positions, device=world.device), world) as peers:
-        bench = CaseBench(arguments, group, world, peers)
-        for context in group.contexts:
-            for length in group.searched(*asked, [context]):
-                if (result := bench.searches.search(length)) is not None:
-                    parts.write(f"{SEARCH}{group.case(length)}", result)
-            rows = bench.measure(context)
-            if world.rank == 0:
-                rows = [{**row, "load_average": machine["load_average"]} for row in rows]
-                parts.write(group.case(context), {"machine": machine, "repeats": arguments.repeats, "rows": rows})
-    return []
-
-
-def launches(arguments: argparse.Namespace, parts: Any) -> Iterator[Launch]:
-    """Launches of all groups that are not measured yet."""
-    for group in groups(arguments):
-        left = []
-        for context in group.contexts:
-            methods = group.methods(arguments.methods, context, arguments.table_spacing)
-            if not is_done(parts.read(group.case(context)), methods, group.noise, arguments.repeats):
-                left.append(context)
-        if not left:
-            print(f"{group.name}: measured already", flush=True)
-            continue
-        options = [*group.words(left), "--parts", str(parts.folder.resolve())]
-        text = f"{group.name}: {', '.join(map(str, left))} tokens"
-        yield Launch(group.ranks, options, text, name=group.name, rate=group.rate, noise=group.noise)
+    positions = max(length for context in group.contexts for length in (context, *group.searched(*asked, context)))
+    model = random_model(arguments, positions=positions, device=world.device)
+    with TemporaryDirectory(prefix="megakv-benchmark-") as own, Peers(model, world) as peers:
+        # Every rank reads rank 0's files.
+        bench = CaseBench(arguments, group, world, peers, Path(world.gather(own)[0]))
+        rows = [row for context in group.contexts for row in bench.measure(context)]
+        world.barrier()
+    return rows
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
     shared = "tp" in asked.methods and asked.rates == [FREE]
-    found = identity(asked), measure_rank, report, launches
-    sys.exit(benchmark_kept("runahead", asked, *found, shared_memory=shared))
+    launches = [
+        Launch(group.ranks, group.words, group.name, name=group.name, rate=group.rate, noise=group.noise)
+        for group in groups(asked)
+    ]
+    sys.exit(benchmark("runahead", asked, measure_rank, report, launches, shared_memory=shared))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from harness.launch import Found, Launch, Rows, Summary, benchmark
 from harness.methods import TENSOR_PARALLEL, ContextParallel, Generation, Peer, Peers
 from harness.models import random_ids, random_model, without_stop
 from harness.options import Options
-from harness.profiles import keep_measured
-from harness.publish import MEGABYTE, show, show_summary
+from harness.predictions import measured
+from harness.publish import show, show_summary
 from harness.sampling import Agreement, measure
 from harness.statistics import median, ratio
 
@@ -27,7 +26,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--tokens", {"": 9, "quick": 5}, "tokens generated after each prompt")
     options.add("--repeats", 5, "timed runs of each method at most")
     options.add("--cell-seconds", {"": 20.0, "quick": 3.0}, "no third or further round begins after them")
-    options.add("--memory-cap-mb", 1024.0, "memory of a rank for the longest context")
     options.profile()
     options.model(layers=2)
     arguments = options.parse(argv)
@@ -49,7 +47,7 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     limits = {"repeats": arguments.repeats, "budget_s": arguments.cell_seconds, "least": 2}
     rows: Rows = []
     with Peers(model, world) as peers:
-        engine = peers.engine("cp", {"prefill": "pass_kv"}, tracking={"timeline": "scaling.png"})
+        engine = peers.engine("cp", {"prefill": "pass_kv"})
         ways: dict[str, Peer] = {"cp": ContextParallel(engine)}
         if world.size == 1:
             ways["tp"] = Peer(model)
@@ -57,7 +55,7 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
             # On an accelerator both are the same.
             names = TENSOR_PARALLEL if world.device.type == "cpu" else TENSOR_PARALLEL[:1]
             ways |= {name: peers.tensor_parallel(name) for name in names}
-        keep_measured(world, model, arguments)
+        known = measured(world, model.config, model.dtype, arguments)
         for context in arguments.contexts:
             ids = random_ids(arguments.vocab, context, world.device)
             methods = [Generation(name, peer, ids, tokens) for name, peer in ways.items()]
@@ -65,31 +63,19 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
             for method, sample in zip(methods, samples, strict=True):
                 # The untimed run is not a sample.
                 ttit = [max(times) for times in zip(*world.gather(method.ttits[1:]), strict=True)]
-                rows.append(sample.to_row(ranks=world.size, context=context, ttit_seconds=ttit))
+                row = sample.to_row(ranks=world.size, context=context, ttit_seconds=ttit)
+                if known and method.name == "cp":
+                    row["predicted_s"] = known.prefill("pass_kv", context, generating=True)
+                    # The steps that are measured follow the first token; their mean is that of the middle one.
+                    row["predicted_ttit_s"] = known.decode("replicated", context + tokens // 2)
+                rows.append(row)
     return rows
-
-
-def longest_context(rows: Sequence[Mapping[str, Any]], cap_bytes: float) -> dict[str, Any]:
-    """Tokens under a cap by a straight line through the largest rank's memory, beside its weights, at all lengths."""
-    contexts = [row["context"] for row in rows]
-    if len(set(contexts)) < 2:
-        return {"tokens": None, "label": "one length gives no line"}
-    slope, start = np.polyfit(contexts, [max(row["working_bytes"]) for row in rows], 1)
-    # Less than a byte over all lengths is the rounding of the fit.
-    if slope * max(contexts) < 1:
-        return {"tokens": None, "label": "memory does not grow with the context"}
-    fixed = max(rows[0]["weight_bytes"]) + max(start, 0.0)
-    tokens = max(0, int((cap_bytes - fixed) / slope))
-    label = "within the measured lengths" if tokens <= max(contexts) else "extrapolated linearly"
-    return {"tokens": tokens, "label": label, "fixed_bytes": float(fixed), "token_bytes": float(slope)}
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """Report these rows as the paper's figures and tables do."""
-    cap_bytes = arguments.memory_cap_mb * MEGABYTE
-    by_context = {str(context): Summary() for context in sorted({row["context"] for row in rows})}
-    scaling, latencies, attention = ({context: Summary() for context in by_context} for _ in range(3))
-    longest: Summary = {}
+    contexts = [str(context) for context in sorted({row["context"] for row in rows})]
+    scaling, latencies = ({context: Summary() for context in contexts} for _ in range(2))
     for row in sorted(rows, key=lambda row: (row["ranks"], row["method"])):
         method, context, ranks = row["method"], str(row["context"]), str(row["ranks"])
         # tau_1 is `cp` on one rank, and for the others plain transformers in one process.
@@ -98,24 +84,16 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -
         if base:
             gain = ratio(base[0]["seconds"], row["seconds"], paired=False)
             scaling[context].setdefault(method, {})[ranks] = gain.to_json()
-        if "prefill_us" in row:
-            attention[context][ranks] = {"prefill": row["prefill_us"], "decode": row["decode_us"]}
         kind, _, way = method.partition("_")
         times = {"ttft_s": median(row["seconds"]).to_json(), "ttit_s": median(row["ttit_seconds"]).to_json()}
         latencies[context][f"{kind.upper()}{ranks} {way}".strip()] = times
-        own = [each for each in rows if (each["method"], each["ranks"]) == (method, row["ranks"])]
-        longest.setdefault(method, {})[ranks] = longest_context(own, cap_bytes)
     summary = {
         "scaling_ratio": {context: found for context, found in scaling.items() if found},
-        "memory_cap_bytes": cap_bytes,
-        "longest_context": longest,
         "ttft_ttit": latencies,
-        "attention_us": {context: found for context, found in attention.items() if found},
         "max_logit_difference": max(row["max_logit_difference"] for row in rows),
     }
-    times = "prefill_us.attention prefill_us.send_recv prefill_us.send_recv_exposed decode_us.attention"
-    show(rows, f"method ranks context seconds:ms ttit_seconds:ms working_bytes:MB {times} decode_us.collective")
-    show_summary(summary, "scaling_ratio", "longest_context", "max_logit_difference")
+    show(rows, "method ranks context seconds:ms ttit_seconds:ms working_bytes:MB")
+    show_summary(summary, "scaling_ratio", "max_logit_difference")
     return rows, summary, []
 
 

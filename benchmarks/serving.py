@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from harness.document import model_folder
-from harness.launch import Found, benchmark_alone
+from harness.launch import Found, benchmark_alone, is_rank, serve
 from harness.options import DTYPES, Options
 from harness.publish import run_parts
 from harness.serving import answers, kept, load, trace
@@ -51,6 +51,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--divide", 24, "trace: by what its lengths are divided")
     options.numbers("--concurrent", "1,4,16,64", "throughput: streams at a time")
     options.add("--short", {"": 5000, "quick": 600}, "memory: short requests")
+    options.add("--timeout", 3600.0, "answers: seconds after which the ranks of engine.generate are ended")
+    options.hidden("--asked", "--part")
     options.add("--new-tokens", {"": 64, "quick": 24}, "throughput: tokens of an answer")
     return options.parse(argv)
 
@@ -65,4 +67,8 @@ def run(arguments: argparse.Namespace) -> Found:
 
 
 if __name__ == "__main__":
-    sys.exit(benchmark_alone("serving", parse_arguments(), run))
+    asked = parse_arguments()
+    if is_rank():
+        # One of those that a server's answers are compared with.
+        sys.exit(serve(asked, answers.generate_alone, shared_memory=False))
+    sys.exit(benchmark_alone("serving", asked, run))

@@ -67,7 +67,6 @@ LONG_FILES = (
     "distributed/test_placement.py",
     "unit/attention/test_prefill_plan.py",
     "distributed/test_properties.py",
-    "unit/benchmarks/test_host_attention.py",
     "unit/recipes/test_recipes.py",
     "unit/fairkv/test_memory.py",
     "distributed/test_shared_memory.py",

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ from megakv.base.errors import MegaKVError
 from megakv.launcher.process import quiet_libraries, report_errors
 
 from .links import FREE, TIMED_OUT, start_on_hosts, unavailable
-from .predictions import predicted_in_run
-from .publish import Parts, describe_machine, publish
+from .publish import describe_machine, publish
 from .world import World, join_world
 
 Rows = list[dict[str, Any]]
@@ -64,12 +62,11 @@ def benchmark(
     launches: Iterable[Launch] | None = None,
     *,
     shared_memory: bool = False,
-    kept: bool = False,
 ) -> int:
     """The exit status. Every rank calls `measure`; `report` prints their rows and says what they come to.
 
-    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host. Where
-    ranks have `kept` what they measured, that is reported whatever ended the run.
+    With `shared_memory`, DeepSpeed's sums over ranks may use the op that works where they are all of one host. What
+    launches measured before one that failed is reported, too.
     """
     if is_rank():
         return serve(arguments, measure, shared_memory=shared_memory)
@@ -78,32 +75,11 @@ def benchmark(
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    if not kept and (status or not parts):
+    if not parts:
         return status or 1
     quiet_libraries()
     rows = [{**row, "load_average": part["machine"]["load_average"]} for part in parts for row in part["rows"]]
-    machine = parts[0]["machine"] if parts else describe_machine()
-    found = report(arguments, predicted_in_run(name, arguments, rows), skipped)
-    return conclude(arguments, name, machine, found) or status
-
-
-def benchmark_kept(
-    name: str,
-    arguments: argparse.Namespace,
-    identity: dict[str, Any],
-    measure: Measure,
-    report: Callable[..., Found],
-    launches: Callable[[argparse.Namespace, Parts], Iterable[Launch]],
-    *,
-    shared_memory: bool = False,
-) -> int:
-    """A benchmark whose ranks keep every case in ``--parts``, or FILE.parts: all are reported together."""
-    if arguments.parts is None and arguments.json:
-        arguments.parts = str(Path(arguments.json).with_suffix(".parts"))
-    with tempfile.TemporaryDirectory(prefix="megakv-benchmark-") as spare:
-        parts = Parts(Path(arguments.parts or spare), identity)
-        form = {"shared_memory": shared_memory, "kept": True}
-        return benchmark(name, arguments, measure, partial(report, parts), launches(arguments, parts), **form)
+    return conclude(arguments, name, parts[0]["machine"], report(arguments, rows, skipped)) or status
 
 
 def conclude(arguments: argparse.Namespace, name: str, machine: dict[str, Any], found: Found) -> int:

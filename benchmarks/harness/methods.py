@@ -20,7 +20,6 @@ import megakv
 from megakv.base.errors import MegaKVError
 from megakv.distributed.compat import shared_memory_available
 
-from .breakdown import generated_us
 from .models import twin, weight_bytes
 from .sampling import Bytes, Method
 from .timing import clocked
@@ -47,8 +46,8 @@ class Peer:
         """Around a run: filled at its end with the bytes that this rank sent, by operation. May slow the run down."""
         return nullcontext({})
 
-    def facts(self, *, generated: bool = False) -> dict[str, Any]:
-        """Facts about every run, or about the last `generate`. Every rank must ask."""
+    def facts(self) -> dict[str, Any]:
+        """Facts about every run."""
         return {"shared_memory": False}
 
 
@@ -71,7 +70,7 @@ class TensorParallel(Peer):
     def counting(self) -> AbstractContextManager[Bytes]:
         return counting_sums()
 
-    def facts(self, *, generated: bool = False) -> dict[str, Any]:
+    def facts(self) -> dict[str, Any]:
         needed = 1 if self.module.dtype == torch.float32 else 2
         level = getattr(deepspeed.comm.comm.cdb, LEVEL, 0)
         return {"shared_memory": self._shared_memory and shared_memory_available() and level >= needed}
@@ -96,10 +95,6 @@ class ContextParallel(Peer):
         sent: Bytes = {}
         yield sent
         sent.update(self.model.report().ranks[self.model.mesh.rank].bytes_sent)
-
-    def facts(self, *, generated: bool = False) -> dict[str, Any]:
-        timed = generated and self.model._comm.ledger.timeline
-        return super().facts() | (generated_us(self.model) if timed else {})
 
 
 class Prefill(Method):
@@ -171,7 +166,7 @@ class Generation(Method):
         return None if output is None else output.logits[0]
 
     def facts(self, world: World, output: Any) -> dict[str, Any]:
-        return {"weight_bytes": world.gather(weight_bytes(self.peer.module)), **self.peer.facts(generated=True)}
+        return {"weight_bytes": world.gather(weight_bytes(self.peer.module)), **self.peer.facts()}
 
 
 class Peers:
@@ -221,10 +216,6 @@ class Peers:
 
     def prefill(self, name: str, ids: Tensor, *prepare: Callable[[], object]) -> Prefill:
         """A whole prompt by plain transformers (``single``), by AutoTP, or by a method of MegaKV's."""
-        if name == "single_masked":
-            # All scores are computed, and half of them hidden, as if it knew of no causality.
-            square = torch.full((1, 1, ids.shape[1], ids.shape[1]), -torch.inf, dtype=self.model.dtype)
-            return Prefill(name, Peer(self.model), ids, *prepare, attention_mask=square.triu_(1).to(ids.device))
         if name == "single":
             peer = Peer(self.model)
         elif name in TENSOR_PARALLEL:

@@ -193,30 +193,3 @@ def run_parts(
         charts += drawn
     show_summary(summary)
     return rows, summary, charts
-
-
-class Parts:
-    """A folder with a file for every case, kept as it is measured; those of another `identity` are not read."""
-
-    def __init__(self, folder: Path, identity: Row):
-        self.folder = folder
-        self.identity = json.loads(json.dumps(identity))
-
-    def path(self, name: str) -> Path:
-        return self.folder / f"{name}.json"
-
-    def read(self, name: str) -> dict[str, Any] | None:
-        """A case; None if there is none of this identity."""
-        try:
-            found: dict[str, Any] = json.loads(self.path(name).read_text())
-        except (OSError, ValueError):
-            return None
-        return found["part"] if found.get("identity") == self.identity else None
-
-    def write(self, name: str, part: Row) -> None:
-        write_json(self.path(name), {"identity": self.identity, "part": part})
-
-    def all(self, prefix: str = "") -> dict[str, dict[str, Any]]:
-        """Cases of this identity by name, in the order of their names."""
-        names = sorted(path.stem for path in self.folder.glob(f"{prefix}*.json"))
-        return {name: part for name in names if (part := self.read(name)) is not None}

@@ -85,79 +85,49 @@ class Case:
     seconds: Mapping[str, Sequence[float]]  # Method -> samples; samples of one index are of one round
     chosen: str  # One of the methods
 
+    def medians(self, drawn: int) -> Values:
+        """``[methods, 1 + n]`` medians, and such of whole rounds, drawn again and again for the case of that number."""
+        logs = np.log(np.array(list(self.seconds.values()), dtype=np.float64))
+        relative = np.exp(logs - logs.mean(axis=0))
+        count = relative.shape[1]
+        rounds = np.random.default_rng([SEED, drawn]).integers(0, count, (RESAMPLES, count))
+        return np.stack([[np.median(times), *np.median(times[rounds], axis=1)] for times in relative])
+
 
 def judge(cases: Sequence[Case]) -> dict[str, Any]:
     """How often the choice was the fastest of the cases that differ, and the mean of its regret over all of them."""
     if not cases:
         raise ValueError("no cases")
-    differs, right, regret = (np.stack(each) for each in zip(*map(_verdict, cases), strict=True))
-    drawn = (_verdict(case, index) for index, case in enumerate(cases))
-    drawn_differs, drawn_right, drawn_regret = (np.stack(each) for each in zip(*drawn, strict=True))
-    counts = drawn_differs.sum(axis=0)
-    shares = ((drawn_differs & drawn_right).sum(axis=0) / np.maximum(counts, 1))[counts > 0]
-    differing, mean = int(differs.sum()), float(regret.mean())
-    share = float((differs & right).sum() / differing) if differing else None
-    wrong: list[dict[str, Any]] = []
-    for index in np.flatnonzero(differs & ~right):
-        bounds = interval(float(regret[index, 0]), drawn_regret[index]).to_json()
-        wrong.append({"miss_rate": cases[index].miss_rate, "chosen": cases[index].chosen, "regret": bounds})
-    beyond = sum(entry["regret"]["low"] > 0 for entry in wrong)
+    right, regrets = [], []
+    for number, case in enumerate(cases):
+        medians = case.medians(number)
+        fastest, second = np.partition(medians, 1, axis=0)[:2]
+        regrets.append(medians[list(case.seconds).index(case.chosen)] / fastest - 1)
+        if second[0] / fastest[0] > 1 + MARGIN:
+            right.append(regrets[-1][0] == 0)
+    mean, *drawn = np.mean(regrets, axis=0)
     return {
-        "auto_right_share": share,
-        "auto_right_share_within_interval": None if share is None else 1 - beyond / differing,
-        "auto_mean_regret": mean,
-        "intervals": {
-            "auto_right_share": None if share is None or not len(shares) else interval(share, shares).to_json(),
-            "auto_mean_regret": interval(mean, drawn_regret.mean(axis=0)).to_json(),
-        },
+        "auto_right_share": sum(right) / len(right) if right else None,
+        "auto_mean_regret": float(mean),
+        "intervals": {"auto_mean_regret": interval(float(mean), np.array(drawn)).to_json()},
         "cells": len(cases),
-        "differing_cells": differing,
-        "wrong": wrong,
+        "differing_cells": len(right),
     }
 
 
 def crossover(cases: Sequence[Case], below: str = "pass_q", above: str = "pass_kv") -> dict[str, Any]:
     """The miss rate at which a rule with a single threshold between two methods loses least over all cases."""
     ordered = sorted(cases, key=lambda case: case.miss_rate)
-    rates = np.log([case.miss_rate for case in ordered])
-    value = _threshold(rates, np.array([_gain(case, below, above)[0] for case in ordered]))
-    drawn = np.array([_gain(case, below, above, index) for index, case in enumerate(ordered)])
-    crossings = np.array([_threshold(rates, column) for column in drawn.T])
-    finite = crossings[np.isfinite(crossings)]
-    bounds = interval(value, finite) if len(finite) else None
-    result: dict[str, Any] = {
-        "value": math.exp(value) if math.isfinite(value) else None,
-        "low": None if bounds is None else math.exp(bounds.low),
-        "high": None if bounds is None else math.exp(bounds.high),
-        "share": len(finite) / len(crossings),
-    }
-    return result if math.isfinite(value) else {**result, "always": above if value < 0 else below}
-
-
-def _verdict(case: Case, drawn: int | None = None) -> tuple[NDArray[np.bool_], NDArray[np.bool_], Values]:
-    """``[n]`` whether the methods differ, whether the chosen one is the fastest, and its regret."""
-    medians = _medians(case, drawn)
-    fastest, second = np.partition(medians, 1, axis=0)[:2]
-    regret = medians[list(case.seconds).index(case.chosen)] / fastest - 1
-    return second / fastest > 1 + MARGIN, regret == 0, regret
-
-
-def _medians(case: Case, drawn: int | None = None) -> Values:
-    """``[methods, n]`` medians of the case; or of whole rounds, drawn again and again for the case of that number."""
-    logs = np.log(np.array(list(case.seconds.values()), dtype=np.float64))
-    relative = np.exp(logs - logs.mean(axis=0))
-    if drawn is None:
-        return np.median(relative, axis=1)[:, None]
-    count = relative.shape[1]
-    rounds = np.random.default_rng([SEED, drawn]).integers(0, count, (RESAMPLES, count))
-    return np.stack([np.median(times[rounds], axis=1) for times in relative])
-
-
-def _gain(case: Case, below: str, above: str, drawn: int | None = None) -> Values:
-    """Logarithm of the time ratio: positive where `below` is the faster."""
-    medians = dict(zip(case.seconds, _medians(case, drawn), strict=True))
-    gain: Values = np.log(medians[above] / medians[below])
-    return gain
+    rates, gains = np.log([case.miss_rate for case in ordered]), []
+    for number, case in enumerate(ordered):
+        medians = dict(zip(case.seconds, case.medians(number), strict=True))
+        # Positive where `below` is the faster.
+        gains.append(np.log(medians[above] / medians[below]))
+    value, *drawn = (_threshold(rates, column) for column in np.transpose(gains))
+    finite = np.array(drawn)[np.isfinite(drawn)]
+    if not math.isfinite(value):
+        return {"value": None, "low": None, "high": None, "always": above if value < 0 else below}
+    return {name: math.exp(end) for name, end in interval(value, finite).to_json().items()}
 
 
 def _threshold(rates: Values, gains: Values) -> float:
@@ -165,10 +135,8 @@ def _threshold(rates: Values, gains: Values) -> float:
     # Gain of the rule with the first k cases below the threshold.
     totals = 2 * np.concatenate([[0.0], np.cumsum(gains)]) - gains.sum()
     best = int(np.argmax(totals))
-    if best == 0:
-        return float("-inf")
-    if best == len(gains):
-        return float("inf")
+    if best in (0, len(gains)):
+        return float("-inf") if best == 0 else float("inf")
     # At the best k, the case before gains and the one after loses.
     left, right = gains[best - 1], gains[best]
     share = left / (left - right) if left > right else 0.5

@@ -67,19 +67,17 @@ class StepClock(LogitsProcessor):
     What other streams of an accelerator bring for the next step may go on.
     """
 
-    def __init__(self, *probes: Callable[[], float], watch: Callable[[int], None] | None = None):
+    def __init__(self, *probes: Callable[[], float]):
         self.times: list[float] = []
         self.noted: list[tuple[float, ...]] = []
         self._begun = time.perf_counter()
-        self._probes, self._watch = probes, watch
+        self._probes = probes
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         if scores.device.type != "cpu":
             get_accelerator().current_stream().synchronize()
         self.times.append(time.perf_counter())
         self.noted.append(tuple(probe() for probe in self._probes))
-        if self._watch is not None:
-            self._watch(len(self.times))
         return scores
 
     @property

@@ -10,7 +10,7 @@ import ctypes
 import functools
 from array import array
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +67,9 @@ class Run(NamedTuple):
         return Run(*at, tokens, self.k_head, self.k_step, self.v_head, self.v_step, k_size - k, v_size - v)
 
 
+RUN_WORDS = len(Run._fields)
+
+
 class Packing(NamedTuple):
     """How rows are packed: bits of each of `width` elements, and elements that share a step and a smallest value.
 
@@ -79,30 +82,53 @@ class Packing(NamedTuple):
     halves: int
 
 
-class RunTable(NamedTuple):
-    """Addresses of the runs of several sequences, and of the first one of each sequence, with the lengths of both."""
+class RowTable:
+    """Where rows of several sequences lie: the one table that kernels of processors, CUDA graphs and batches read.
 
-    bounds: int
-    sequences_end: int
-    runs: int
-    run_count: int
-    held: object
-    """What lies there."""
+    `words` are the `Run`s of all sequences, of which each has such `counts`; `gone` the rows that they begin with;
+    `held` is what lies there, if nobody else keeps it.
+    """
+
+    def __init__(
+        self,
+        words: array[int],
+        counts: Sequence[int],
+        gone: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        held: object = None,
+    ):
+        self.words, self.counts, self.gone, self.dtype, self._held = words, counts, gone, dtype, held
+        self._bounds = array("q", (0, *accumulate(counts), *gone))
+        (bounds, _), (runs, length), sequences = self._bounds.buffer_info(), words.buffer_info(), len(counts)
+        behind = bounds + (sequences + 1) * self._bounds.itemsize
+        self.decoded = bounds, sequences + 1, runs, length // RUN_WORDS
+        """Addresses of bounds and runs, with the lengths of both, as `megakv_decode` takes them."""
+        self.stepped = sequences, bounds, behind, runs, length // RUN_WORDS
+        """The same with the address of first rows, as `megakv_step` does."""
 
     @classmethod
-    def of(cls, runs: Sequence[Sequence[Run]]) -> RunTable:
-        """A table of every sequence's runs."""
-        words = array("q", [word for own in runs for run in own for word in run])
-        rows = len(words)
-        words.extend((0, *accumulate(map(len, runs))))
-        address, _ = words.buffer_info()
-        return cls(address + rows * words.itemsize, len(runs) + 1, address, rows // len(Run._fields), words)
+    def of(cls, runs: Sequence[Sequence[Run]], gone: Sequence[int] = (), dtype: torch.dtype | None = None) -> RowTable:
+        """That of every sequence's runs."""
+        return cls(array("q", chain.from_iterable(chain.from_iterable(runs))), list(map(len, runs)), gone, dtype)
 
     @classmethod
-    def at(cls, runs: NDArray[np.int64], bounds: NDArray[np.int64] | None = None, held: object = None) -> RunTable:
-        """A table of ``[n, 9]`` runs, of which each is a sequence of its own where there are no ``[B + 1]`` bounds."""
-        bounds = np.arange(len(runs) + 1) if bounds is None else bounds
-        return cls(bounds.ctypes.data, len(bounds), runs.ctypes.data, len(runs), (runs, bounds, held))
+    def at(cls, runs: NDArray[np.int64], counts: Sequence[int] | None = None, held: object = None) -> RowTable:
+        """That of ``[n, 9]`` runs, of which each is a sequence of its own where no counts are given."""
+        return cls(array("q", runs.tobytes()), [1] * len(runs) if counts is None else counts, held=held)
+
+    @classmethod
+    def joined(cls, tables: Sequence[RowTable]) -> RowTable:
+        """That of the sequences of several tables, behind one another, as they are now."""
+        counts, gone, words = list[int](), list[int](), array("q")
+        for table in tables:
+            counts += table.counts
+            gone += table.gone
+            words += table.words
+        return cls(words, counts, gone, tables[0].dtype)
+
+    def add(self, sequence: int, rows: int) -> None:
+        """So many more rows lie behind the last one of a sequence."""
+        self.words[self._bounds[sequence + 1] * RUN_WORDS - RUN_WORDS + 2] += rows
 
 
 class Decoding:
@@ -164,7 +190,7 @@ class DecodeKernel:
 
     def __call__(self, q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """``[H, L, Dv]`` and the natural log-sum-exp ``[H, L]``, float32, of one sequence that it `computes`."""
-        return self.ready(q_HLD, RunTable.of([[Run.of(k_KSD, v_KSD)]]), k_KSD.shape[0], v_KSD.shape[2], scale)()
+        return self.ready(q_HLD, RowTable.of([[Run.of(k_KSD, v_KSD)]]), k_KSD.shape[0], v_KSD.shape[2], scale)()
 
     def rows(
         self,
@@ -184,7 +210,7 @@ class DecodeKernel:
         if packing is not None:
             # A row is a key, and there are no values.
             packed = [[Run.of(piece[None], piece[None, :, :0]) for piece in own] for own in rows]
-            return self.ready(q_BHLD, RunTable.of(packed), kv_heads, value_dim, scale, packing)
+            return self.ready(q_BHLD, RowTable.of(packed), kv_heads, value_dim, scale, packing)
         dim = q_BHLD.shape[-1]
         width = next((piece.shape[1] for own in rows for piece in own), 0)
         before = 0 if width == kv_heads * dim else kv_heads * dim
@@ -194,12 +220,12 @@ class DecodeKernel:
             values = at + before * piece.element_size()
             return Run(at, values, len(piece), dim, width, value_dim, width, size, size - before)
 
-        return self.ready(q_BHLD, RunTable.of([list(map(run, own)) for own in rows]), kv_heads, value_dim, scale)
+        return self.ready(q_BHLD, RowTable.of([list(map(run, own)) for own in rows]), kv_heads, value_dim, scale)
 
     def ready(
         self,
         q_BHLD: Tensor,
-        table: RunTable,
+        table: RowTable,
         kv_heads: int,
         value_dim: int,
         scale: float,
@@ -216,7 +242,7 @@ class DecodeKernel:
         words = None if packing is None else np.array(packing, dtype=np.int64)
         before = (
             TYPES[q_BHLD.dtype], None if words is None else words.ctypes.data, q.data_ptr(), sequences,
-            *table[:4], kv_heads, heads // kv_heads * length, dim, value_dim, scale,
+            *table.decoded, kv_heads, heads // kv_heads * length, dim, value_dim, scale,
         )  # fmt: skip
         return Decoding(self._call, before, out, lse, (q, table, words))
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from megakv.attention.backends import trusted
-from megakv.attention.compiled import Run
+from megakv.attention.compiled import RUN_WORDS, RowTable, Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
-from megakv.attention.step import RUN_WORDS, RowTable, seen_rows
+from megakv.attention.step import seen_rows
 from megakv.attention.tiles import Tiles
 from megakv.base.device import upload
 from megakv.distributed.sharding import TokenBlock, TokenTable

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megakv.attention.partial import KVPart, PackedAttention, Part, dense
 from megakv.attention.reference import Scoring
-from megakv.attention.together import PackedRows, attend_runs, attend_together, single_rows_apart
+from megakv.attention.together import PackedRows, attend_rows, attend_together
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
@@ -231,39 +231,30 @@ def attend_here(
     `parts`, all of the call's if None, are looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
-    packed = call.packed() if tokens.single and parts is None else None
-    together, rest = None, list[Part]()
-    if packed is not None:
-        together = attend_together(q_HLD, tokens, call.scoring, packed)
-    if together is None:
-        rest = list(call.parts if parts is None else parts)
-        if tokens.single and packed is None:
-            together, rest = _in_few_calls(call, q_HLD, tokens, rest)
-        elif (
-            not tokens.single
-            and (apart := single_rows_apart(q_HLD, tokens, call.scoring, call.value_dim, rest)) is not None
-        ):
-            together, rest = apart, []
-    if together is None or rest:
-        attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
-        for part in rest:
-            attention.add(part)
-        if together is not None:
-            attention.merge(*together)
-        together = attention.result()
-    out, lse = together
+    out, lse = _together(call, q_HLD, tokens, parts) or attend_rows(
+        q_HLD, tokens, call.scoring, call.kv_heads, call.value_dim, call.parts if parts is None else parts
+    )
     if elsewhere is not None:
         elsewhere.merge_into(out, lse)
     return out, lse
 
 
-def _in_few_calls(
-    call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: list[Part]
-) -> tuple[tuple[Tensor, Tensor] | None, list[Part]]:
-    """Of one row of each sequence, all that kernels for several sequences take, if there is any; the other parts."""
-    if q_HLD.device.type == "cpu" and (found := attend_runs(q_HLD, tokens, call.scoring, parts)) is not None:
-        return found, []
-    if (some := call.store.attend_together(q_HLD, tokens, call.scoring, parts)) is not None:
-        out, lse, rest = some
-        return (out, lse), rest
-    return None, parts
+def _together(
+    call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock, parts: Sequence[Part] | None
+) -> tuple[Tensor, Tensor] | None:
+    """One row of each sequence on CUDA, by kernels for several sequences; None where there is nothing for them."""
+    if q_HLD.device.type == "cpu" or not tokens.single:
+        return None
+    if parts is None and (packed := call.packed()) is not None:
+        return attend_together(q_HLD, tokens, call.scoring, packed)
+    parts = call.parts if parts is None else parts
+    if (some := call.store.attend_together(q_HLD, tokens, call.scoring, parts)) is None:
+        return None
+    out, lse, rest = some
+    if not rest:
+        return out, lse
+    attention = PackedAttention(q_HLD, tokens, call.scoring, call.value_dim)
+    for part in rest:
+        attention.add(part)
+    attention.merge(out, lse)
+    return attention.result()

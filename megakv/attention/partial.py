@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from megakv.attention.backends import attend_block
+from megakv.attention.compiled import DecodeKernel, Run
 from megakv.attention.latent import EXPANDED_ROWS
 from megakv.attention.merge import merge_
 from megakv.attention.reference import Alibi, Scoring
-from megakv.attention.visibility import Block, Slots, Visibility, plan_blocks
+from megakv.attention.visibility import Block, Slots, Visibility, plan_blocks, sees_all
 from megakv.base.device import upload
 from megakv.distributed.sharding import IntArray, TokenBlock
 
@@ -144,6 +145,11 @@ class Part(Protocol):
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to them and merge the result."""
 
+    def runs(self, q_HLD: Tensor, slot: int, scoring: Scoring) -> IntArray | None:
+        """``[1, 9]`` the `Run` where they lie, or ``[K, 9]`` one for each KV head, for a compiled kernel that attends
+        from one query row at a slot; None where it does not read or does not see some of them.
+        """
+
 
 class KVPart(NamedTuple):
     """Keys and values of one sequence on one rank, with the coordinates that causality is decided from.
@@ -160,6 +166,14 @@ class KVPart(NamedTuple):
     def add_to(self, partial: PartialAttention) -> None:
         """See `Part`."""
         partial.add(self.k_KSD, self.v_KSD, self.slots, self.positions)
+
+    def runs(self, q_HLD: Tensor, slot: int, scoring: Scoring) -> IntArray | None:
+        """See `Part`."""
+        values, count = scoring.values(self.k_KSD, self.v_KSD), len(self.slots)
+        seen = not count or sees_all(slot, self.slots, 0, count, scoring.window)
+        if not seen or not DecodeKernel.reads(q_HLD, self.k_KSD, values):
+            return None
+        return np.array([Run.of(self.k_KSD, values)], dtype=np.int64)
 
     def since(self, slot: int) -> KVPart:
         """Its rows from a slot on."""

@@ -12,7 +12,7 @@ import functools
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import accumulate, chain, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,50 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, Run, located
+from megakv.attention.compiled import DecodeKernel, RowTable, Run, located
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.base.library import TYPES, fault, load
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
-RUN_WORDS = len(Run._fields)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
-
-
-class RowTable:
-    """Where the rows of a layer lie, by sequence: addresses for the kernel. Whoever makes it keeps the memory.
-
-    `words` are the `Run`s of all sequences, of which each has such `counts`; `gone` the rows that they begin with.
-    """
-
-    def __init__(self, counts: Sequence[int], gone: Sequence[int], words: array[int], dtype: torch.dtype):
-        self.counts, self.gone, self.words, self.dtype = counts, gone, words, dtype
-        self._bounds = array("q", (0, *accumulate(counts), *gone))
-        (bounds, _), (runs, length), sequences = self._bounds.buffer_info(), words.buffer_info(), len(counts)
-        behind = bounds + (sequences + 1) * self._bounds.itemsize
-        self.at = sequences, bounds, behind, runs, length // RUN_WORDS
-        """Addresses of bounds, first rows and runs, with the lengths of both tables."""
-
-    @classmethod
-    def of(cls, runs: Sequence[Sequence[Run]], first: Sequence[int], dtype: torch.dtype) -> RowTable:
-        """That of every sequence's runs."""
-        words = array("q", chain.from_iterable(chain.from_iterable(runs)))
-        return cls([len(own) for own in runs], first, words, dtype)
-
-    @classmethod
-    def joined(cls, tables: Sequence[RowTable]) -> RowTable:
-        """That of the sequences of several tables, behind one another, as they are now."""
-        counts, first, words = list[int](), list[int](), array("q")
-        for table in tables:
-            counts += table.counts
-            first += table.gone
-            words += table.words
-        return cls(counts, first, words, tables[0].dtype)
-
-    def add(self, sequence: int, rows: int) -> None:
-        """So many more rows lie behind the last one of a sequence."""
-        self.words[self._bounds[sequence + 1] * RUN_WORDS - RUN_WORDS + 2] += rows
 
 
 class RowStore(Protocol):
@@ -153,7 +117,7 @@ class TokenStep:
             if window not in self._windows:
                 self._windows[window] = np.ascontiguousarray(self._seen(window), dtype=np.int64)
             seen, windows = self._windows[window].ctypes.data, len(self._windows[window])
-        return *self._at, seen, self.length, windows, *table.at
+        return *self._at, seen, self.length, windows, *table.stepped
 
     def attend(
         self,

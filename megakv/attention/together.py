@@ -1,7 +1,7 @@
-"""One query row of each of several sequences in few kernel calls: decoding a batch whose rows lie in one buffer.
+"""One query row of each of several sequences in few kernel calls: decoding a batch.
 
-A call for each sequence takes Python longer to start than it takes to compute. On processors one call takes all; on
-CUDA, sequences of one length that lie at one distance from each other need one.
+A call for each sequence takes Python longer to start than it takes to compute. On processors one call takes all,
+wherever rows lie; on CUDA, sequences of one length that lie in one buffer, at one distance from each other, need one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megakv.attention.backends import Backend, cuda_efficient, cuda_flash, select
-from megakv.attention.compiled import Run, RunTable, load_kernel
-from megakv.attention.partial import KVPart, PackedAttention, Part, Scoring
+from megakv.attention.compiled import RUN_WORDS, DecodeKernel, RowTable, Run, load_kernel
+from megakv.attention.partial import PackedAttention, Part, Scoring
 from megakv.attention.visibility import sees_all
+from megakv.base.library import TYPES
 from megakv.distributed.sharding import IntArray, TokenBlock
 
 Kernel = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -59,10 +60,10 @@ KERNELS: dict[Backend, Kernel] = {cuda_flash: _flash, cuda_efficient: _efficient
 def attend_together(
     q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, packed: PackedRows
 ) -> tuple[Tensor, Tensor] | None:
-    """``[H, L, Dv]`` float32 outputs and ``[H, L]`` log-sum-exps of one row of each sequence.
+    """``[H, L, Dv]`` float32 outputs and ``[H, L]`` log-sum-exps of one row of each sequence, on CUDA.
 
-    None where there is more to it: hidden keys, terms added to scores, a type that no kernel takes, or no kernel; on
-    CUDA also sequences without keys.
+    None where there is more to it: hidden keys, terms added to scores, a type that no kernel takes, no kernel, or
+    sequences without keys.
     """
     sequences = tokens.sequences
     first, count = ([each[sequence] for sequence in sequences] for each in (packed.first, packed.count))
@@ -72,44 +73,7 @@ def attend_together(
         slots = packed.slots[sequence]
         if rows and not sees_all(slot, slots, len(slots) - rows, rows, scoring.window):
             return None
-    attend = _on_processor if q_HLD.device.type == "cpu" else _on_cuda
-    return attend(q_HLD, scoring.scale, packed, first, count)
-
-
-def _on_processor(
-    q_HLD: Tensor, scale: float, packed: PackedRows, first: list[int], count: list[int]
-) -> tuple[Tensor, Tensor] | None:
-    k_KRD, v_KRD = packed.k_KRD, packed.v_KRD
-    if not _computes(q_HLD, k_KRD, v_KRD):
-        return None
-    every, size = Run.of(k_KRD, v_KRD), k_KRD.element_size()
-    return _decode(
-        q_HLD,
-        [[every.part(at, rows, size)] if rows else [] for at, rows in zip(first, count, strict=True)],
-        len(k_KRD),
-        v_KRD.shape[2],
-        scale,
-    )
-
-
-def _computes(q_HLD: Tensor, k_KSD: Tensor, v_KSD: Tensor) -> bool:
-    """Whether the compiled kernel takes one query row of each sequence over such keys and values."""
-    kernel, _ = load_kernel()
-    group = q_HLD.shape[0] // k_KSD.shape[0]
-    return kernel is not None and kernel.few(group, 1) and kernel.reads(q_HLD, k_KSD, v_KSD)
-
-
-def _decode(
-    q_HLD: Tensor, runs: Sequence[Sequence[Run]], kv_heads: int, value_dim: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    kernel, _ = load_kernel()
-    assert kernel is not None
-    table = RunTable.of(runs)
-    if len(runs) == 1:
-        return kernel.ready(q_HLD, table, kv_heads, value_dim, scale)()
-    call = kernel.ready(q_HLD.transpose(0, 1).unsqueeze(2), table, kv_heads, value_dim, scale)
-    call()
-    return call.by_head()
+    return _on_cuda(q_HLD, scoring.scale, packed, first, count)
 
 
 def _on_cuda(
@@ -149,57 +113,71 @@ def stacked(rows_KRD: Tensor, first: Sequence[int], count: int) -> Tensor:
     return rows_KRD.as_strided(shape, (step, head, row, inner), rows_KRD.storage_offset() + row * first[0])
 
 
-def attend_runs(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, parts: Sequence[Part]
-) -> tuple[Tensor, Tensor] | None:
-    """``[H, L, Dv]`` float32 outputs and ``[H, L]`` log-sum-exps of one row of each sequence, where its parts lie.
+def attend_rows(
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, kv_heads: int, value_dim: int, parts: Sequence[Part]
+) -> tuple[Tensor, Tensor]:
+    """``[H, L, Dv]`` and ``[H, L]`` of all rows over these parts.
 
-    None where there is more to it: nothing to attend to, hidden keys, terms added to scores, a layout or a type that
-    the kernel does not read, or no kernel. Queries are on the processor; a sequence may have any number of parts.
+    On processors all sequences that have one row are one call of the compiled kernel, as far as it takes their parts;
+    rows of other sequences, as of prompts that are read beside them, go block by block.
     """
-    if not scoring.plain:
-        return None
-    rows = {sequence: row for row, sequence in enumerate(tokens.sequences)}
-    runs: list[list[Run]] = [[] for _ in rows]
-    kv_heads = value_dim = 0
+    lengths, runs = np.diff(tokens.bounds), dict[int, list[IntArray]]()
+    kernel, _ = load_kernel()
+    if kernel is not None and q_HLD.device.type == "cpu" and q_HLD.dtype in TYPES and scoring.plain:
+        single = np.flatnonzero(lengths == 1)
+        if kernel.few(len(q_HLD) // kv_heads, 1) and (len(single) > 1 or len(single) == len(tokens)):
+            runs = {sequence: [] for sequence in single.tolist()}
     for part in parts:
-        if not isinstance(part, KVPart):
-            return None
-        sequence, keys, values, slots, _ = part
-        values = scoring.values(keys, values)
-        if not _computes(q_HLD, keys, values):
-            return None
-        row = rows.get(sequence)
-        if row is None or not len(slots):
-            continue
-        if not sees_all(tokens.slot[row], slots, 0, len(slots), scoring.window):
-            return None
-        runs[row].append(Run.of(keys, values))
-        kv_heads, _, value_dim = values.shape
-    return _decode(q_HLD, runs, kv_heads, value_dim, scoring.scale) if kv_heads else None
-
-
-def single_rows_apart(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, value_dim: int, parts: Sequence[Part]
-) -> tuple[Tensor, Tensor] | None:
-    """Streams beside prompts that are read: the rows of all sequences that have one go into one kernel call.
-
-    None where there are no two such, or no kernel takes them.
-    """
-    lengths = np.diff(tokens.bounds)
-    single = lengths == 1
-    if q_HLD.device.type != "cpu" or np.count_nonzero(single) < 2:
-        return None
-    rows, others = tokens.bounds[:-1][single], np.flatnonzero(lengths[tokens.sequence] > 1)
-    found = attend_runs(q_HLD[:, rows], tokens.take(rows), scoring, [part for part in parts if single[part.sequence]])
-    if found is None:
-        return None
-    rest = PackedAttention(q_HLD[:, others], tokens.take(others), scoring, value_dim)
+        if (own := runs.get(part.sequence)) is not None:
+            if (found := part.runs(q_HLD, int(tokens.slot[tokens.bounds[part.sequence]]), scoring)) is None:
+                del runs[part.sequence]
+            else:
+                own.append(found)
+    if kernel is not None and len(runs) == len(tokens):
+        return _in_one_call(kernel, q_HLD, list(runs.values()), kv_heads, value_dim, scoring.scale)
+    apart = np.flatnonzero(~np.isin(tokens.sequence, list(runs)))
+    whole = PackedAttention(q_HLD[:, apart] if runs else q_HLD, tokens.take(apart), scoring, value_dim)
     for part in parts:
-        if not single[part.sequence]:
-            rest.add(part)
-    out = torch.empty((q_HLD.shape[0], q_HLD.shape[1], value_dim), dtype=torch.float32)
+        if part.sequence not in runs:
+            whole.add(part)
+    if kernel is None or not runs:
+        return whole.result()
+    rows = tokens.bounds[list(runs)]
+    found = _in_one_call(kernel, q_HLD[:, rows], list(runs.values()), kv_heads, value_dim, scoring.scale)
+    out = torch.empty((*q_HLD.shape[:2], value_dim), dtype=torch.float32)
     lse = torch.empty(q_HLD.shape[:2], dtype=torch.float32)
-    for index, (some_out, some_lse) in ((rows, found), (others, rest.result())):
+    for index, (some_out, some_lse) in ((rows, found), (apart, whole.result())):
         out[:, index], lse[:, index] = some_out, some_lse
     return out, lse
+
+
+def _in_one_call(
+    kernel: DecodeKernel, q_HLD: Tensor, runs: Sequence[list[IntArray]], kv_heads: int, value_dim: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One row of each of several sequences: ``[H, L, Dv]`` and ``[H, L]``, float32."""
+    (heads, rows, dim), counts, flat = q_HLD.shape, list(map(len, runs)), [each for own in runs for each in own]
+    empty = np.zeros((0, RUN_WORDS), dtype=np.int64)
+    if all(len(each) == 1 for each in flat):
+        table = RowTable.at(np.concatenate([empty, *flat]), counts, runs)
+        call = kernel.ready(q_HLD.transpose(0, 1).unsqueeze(2), table, kv_heads, value_dim, scale)
+        call()
+        return call.by_head()
+    # Heads keep tokens of their own: to the kernel each is a sequence, with the runs that its own sequence has.
+    size = q_HLD.element_size()
+    each = [
+        np.stack([_by_head(part, kv_heads, size) for part in own], axis=1).reshape(-1, RUN_WORDS) for own in runs if own
+    ]
+    table = RowTable.at(np.concatenate(each), np.repeat(counts, kv_heads).tolist(), runs)
+    out, lse = kernel.ready(q_HLD.transpose(0, 1).reshape(rows * kv_heads, -1, 1, dim), table, 1, value_dim, scale)()
+    return out.view(rows, heads, value_dim).transpose(0, 1), lse.view(rows, heads).t()
+
+
+def _by_head(runs: IntArray, kv_heads: int, itemsize: int) -> IntArray:
+    """``[K, 9]`` a `Run` for each head, given those or one ``[1, 9]`` of all heads."""
+    if len(runs) == kv_heads:
+        return runs
+    run, table = Run(*runs[0].tolist()), np.repeat(runs, kv_heads, axis=0)
+    for column, step in enumerate((run.k_head, run.v_head)):
+        # The address, and what lies behind it.
+        table[:, column::7] += np.outer(np.arange(kv_heads), (step * itemsize, -step))
+    return table

@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, located
+from megakv.attention.compiled import DecodeKernel, RowTable, located
 from megakv.attention.layer import LayerCalls
-from megakv.attention.step import RowTable, TokenStep
+from megakv.attention.step import TokenStep
 from megakv.base.library import fault
 from megakv.distributed.channel import Channel
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from megakv.attention.compiled import Run
-from megakv.attention.step import RowTable
+from megakv.attention.compiled import RowTable, Run
 from megakv.cache.segments import SegmentedRows
 from megakv.cache.store import KVStore, Pair
 

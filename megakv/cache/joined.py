@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.step import RowTable
+from megakv.attention.compiled import RowTable
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.store import KVStore, Pair

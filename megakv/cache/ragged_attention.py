@@ -10,8 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Packing, RunTable, load_kernel
+from megakv.attention.compiled import Packing, RowTable, load_kernel
 from megakv.attention.partial import PartialAttention
+from megakv.attention.reference import Scoring
 from megakv.attention.varlen import select_varlen
 from megakv.base.library import TYPES
 from megakv.cache.ragged_body import BodyIndex, RaggedBody
@@ -35,7 +36,7 @@ class AttendedBody(Protocol):
     @property
     def packing(self) -> Packing | None: ...
     @property
-    def runs(self) -> RunTable: ...
+    def runs(self) -> RowTable: ...
     def here(self) -> RaggedBody: ...
 
 
@@ -58,6 +59,12 @@ class RaggedPart:
         index = self.body.index
         seen = self.slots[index.last_row] <= first
         return bool(seen and (window is None or self.slots[index.first_row] > last - window))
+
+    def runs(self, q_HLD: Tensor, slot: int, scoring: Scoring) -> IntArray | None:
+        """See `Part`: a run for each head."""
+        body = self.body
+        reads = isinstance(body, RaggedBody) and body.dtype == q_HLD.dtype and body.key_dim == q_HLD.shape[2]
+        return body.here().table if reads and self.seen(slot, slot, scoring.window) else None
 
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to all heads' tokens and merge."""

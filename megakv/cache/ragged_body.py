@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Run, RunTable
+from megakv.attention.compiled import RowTable, Run
 from megakv.attention.varlen import KeyRuns
 from megakv.base.device import upload
 from megakv.base.tensor_files import StreamedTensor
@@ -167,9 +167,9 @@ class RaggedBody(Body):
         return table
 
     @cached_property
-    def runs(self) -> RunTable:
+    def runs(self) -> RowTable:
         """Tokens for `DecodeKernel.ready`, each head as a sequence."""
-        return RunTable.at(self.table)
+        return RowTable.at(self.table)
 
     @property
     def key_runs(self) -> KeyRuns:

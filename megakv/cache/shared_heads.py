@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.partial import KVPart, Part, PartialAttention
+from megakv.attention.reference import Scoring
 from megakv.base.device import upload
 from megakv.base.tensor_files import StreamedTensor
 from megakv.cache.dense import DenseStore
@@ -37,6 +38,9 @@ class SharedHeadsPart:
     shares: HeadShares
     held: tuple[KVPart | None, ...]
     new: KVPart | None
+
+    def runs(self, q_HLD: Tensor, slot: int, scoring: Scoring) -> None:
+        """See `Part`: which tokens a query sees differs from head to head."""
 
     def add_to(self, partial: PartialAttention) -> None:
         """Attend to all heads' tokens and merge."""

@@ -36,9 +36,9 @@ from megakv.base.tensor_files import StreamedTensor
 from megakv.distributed.sharding import IntArray
 
 if TYPE_CHECKING:
+    from megakv.attention.compiled import RowTable
     from megakv.attention.method import AttentionCall, PartElsewhere
     from megakv.attention.reference import Scoring
-    from megakv.attention.step import RowTable
     from megakv.cache.saved import SavedLayer
     from megakv.distributed.sharding import TokenBlock
 

@@ -1,7 +1,7 @@
-"""One query row of each of several sequences whose KV heads keep tokens of their own, in one kernel call for all heads.
+"""One query row of each of several sequences whose KV heads keep tokens of their own, on CUDA.
 
-On processors the call takes bodies and what lies behind them, wherever that is. On CUDA one variable-length call takes
-all bodies that lie in one memory, and a second one the few tokens behind them, which are brought together for it.
+One variable-length call takes all bodies that lie in one memory, and a second one the few tokens behind them, which are
+brought together for it. On processors it is `megakv.attention.together`'s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Run, RunTable, load_kernel
 from megakv.attention.merge import merge_, merge_by_owner
 from megakv.attention.partial import KVPart, Part
 from megakv.attention.reference import Scoring
@@ -23,7 +22,7 @@ from megakv.base.device import upload
 from megakv.cache.joined_bodies import rows_of, stretches
 from megakv.cache.ragged_attention import FEW_ROWS, RaggedPart
 from megakv.cache.ragged_body import RaggedBody
-from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.distributed.sharding import TokenBlock
 
 TAIL_ROWS = 8192
 """Tokens behind bodies, of all sequences, up to which they are copied to where one call takes them; of more, each
@@ -61,13 +60,10 @@ def attend_heads(
             rest.append(part)
     if not held.bodies:
         return None
-    if q_HLD.device.type == "cpu":
-        found = _on_processor(q_HLD, scoring, held)
-    else:
-        if sum(len(part.slots) for _, part in held.tails) > TAIL_ROWS:
-            rest += [part for _, part in held.tails]
-            held.tails.clear()
-        found = _on_cuda(q_HLD, scoring, held)
+    if sum(len(part.slots) for _, part in held.tails) > TAIL_ROWS:
+        rest += [part for _, part in held.tails]
+        held.tails.clear()
+    found = _on_cuda(q_HLD, scoring, held)
     return None if found is None else (*found, rest)
 
 
@@ -85,38 +81,6 @@ def _takes(q_HLD: Tensor, part: KVPart, slot: int, scoring: Scoring) -> bool:
     fits = keys.dtype == part.v_KSD.dtype == q_HLD.dtype and keys.shape[2] == q_HLD.shape[2]
     fits = fits and keys.stride(2) == 1 and (scoring.value_columns is not None or part.v_KSD.stride(2) == 1)
     return fits and count > 0 and sees_all(slot, part.slots, 0, count, scoring.window)
-
-
-def _on_processor(q_HLD: Tensor, scoring: Scoring, held: _Held) -> tuple[Tensor, Tensor] | None:
-    kernel, _ = load_kernel()
-    heads, rows, dim = q_HLD.shape
-    kv_heads = len(held.bodies[0][1].counts)
-    group = heads // kv_heads
-    if kernel is None or not kernel.few(group, 1):
-        return None
-    tables: list[list[IntArray]] = [[] for _ in range(rows)]
-    for row, body in held.bodies:
-        tables[row].append(body.table)
-    for row, part in held.tails:
-        tables[row].append(_head_runs(part.k_KSD, scoring.values(part.k_KSD, part.v_KSD)))
-    # To the kernel each KV head is a sequence, with the runs that its own sequence has.
-    runs = np.concatenate([np.stack(own, axis=1).reshape(-1, len(Run._fields)) for own in tables if own])
-    bounds = np.concatenate([[0], np.cumsum(np.repeat([len(own) for own in tables], kv_heads))])
-    table = RunTable.at(runs, bounds, held)
-    value_dim = held.bodies[0][1].value_dim if scoring.value_columns is None else scoring.value_columns
-    q_NG1D = q_HLD.transpose(0, 1).reshape(rows * kv_heads, group, 1, dim)
-    out, lse = kernel.ready(q_NG1D, table, 1, value_dim, scoring.scale)()
-    return out.view(rows, heads, value_dim).transpose(0, 1), lse.view(rows, heads).t()
-
-
-def _head_runs(k_KSD: Tensor, v_KSD: Tensor) -> IntArray:
-    """``[K, 9]`` a `Run` for each head."""
-    run = Run.of(k_KSD, v_KSD)
-    table = np.tile(np.array(run, dtype=np.int64), (len(k_KSD), 1))
-    for column, step in enumerate((run.k_head, run.v_head)):
-        # The address, and what lies behind it.
-        table[:, column::7] += np.outer(np.arange(len(k_KSD)), (step * k_KSD.element_size(), -step))
-    return table
 
 
 def _on_cuda(q_HLD: Tensor, scoring: Scoring, held: _Held) -> tuple[Tensor, Tensor] | None:

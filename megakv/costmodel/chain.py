@@ -3,7 +3,8 @@
 In a layer, rank r projects its own tokens and hands their keys and values to rank r+1, attends to itself while the
 prefix is in flight, then takes the prefix as it arrives, nearest rank first, in chunks: each is handed on and attended
 to. The link to the next rank carries its messages one after another. Rank r needs nothing of later ranks, so the chain
-is worked out rank by rank, all layers of one at once (`megakv.costmodel.timeline`).
+is worked out rank by rank, all layers of one at once (`megakv.costmodel.timeline`). A simulated run is the same with
+events kept, and with ranks and links as slow as they are said to be.
 
 Of the last layer one token of each sequence is wanted. Unless the last rank keeps all keys and values, nothing goes
 down the chain in it: those queries go round all ranks, which meet there.
@@ -18,14 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from megakv.attention.chain import HELD
+from megakv.attention.chain import HELD, OPERATION
 from megakv.attention.runahead import CHUNK_TOKENS
 from megakv.costmodel.attention_time import LayerTimes
-from megakv.costmodel.context_parallel import Workload
+from megakv.costmodel.context_parallel import Workload, rank_totals
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.kernels import Kernels
 from megakv.costmodel.shape import ModelShape
+from megakv.costmodel.simulated_layers import MeshLayers, last_bytes
+from megakv.costmodel.simulation import Simulation
 from megakv.costmodel.timeline import ChainRank, LayerWork, Times, in_step, sharing
 from megakv.distributed.sharding import pieces
 
@@ -58,6 +61,10 @@ class ChainParts:
     works: list[LayerWork]  # Per rank.
     # Per rank that sends, seconds of the messages it sends in a layer: its own, then those it received.
     links: list[Times]
+    # Per rank, the tokens that it computes, and seconds of each layer's sums over tensor-parallel ranks, which its work
+    # has, too.
+    rows: list[int]
+    sums: list[Times]
     # Seconds of the last layer's wanted queries: attention to them on every rank, and their way round. None where the
     # last layer is like all others, because the last rank collects its keys and values.
     visits: tuple[float, float] | None = None
@@ -80,26 +87,35 @@ class Chain:
         self._chunk_tokens = chunk_tokens
         self._step_s = profile.step_overhead_s.get("pass_kv", 0.0)
         self._tokens = TokenTimes(profile, model, tp_size=tp_size)
+        self._mesh = MeshLayers(model, self._tokens, tp_size=tp_size)
         self._shapes = {index: model.attention(tp_size=tp_size, layer=index) for index, _ in model.layer_kinds}
         self._kernels = {index: Kernels(profile, shape) for index, shape in self._shapes.items()}
         # The kind of every layer, as its place among the kinds.
         firsts = list(self._shapes)
         self._kinds = np.array([firsts.index(model.layers.index(layer)) for layer in model.layers])
+        self._last_shape = self._shapes[firsts[self._kinds[-1]]]
         self._row_bytes = self._shapes[0].kv_row_bytes
         self._visits_s: dict[Workload, float] = {}
 
-    def predict(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainPrediction:
-        """The timeline of one prompt: tokens of every rank, and those cached evenly, per sequence of the batch."""
-        parts = self.parts(partitions, cached)
-        if parts.visits is None:
-            ends, waited = self._chained(parts, parts.works, cached)
-        else:
-            ends = waited = np.empty((len(parts.works), 0))
-            if len(self._kinds) > 1:
-                chained = [work.first(len(self._kinds) - 1) for work in parts.works]
-                ends, waited = self._chained(parts, chained, cached)
-            ends, waited = self._met(parts.works, ends, waited, sum(parts.visits))
-        end = self._tokens.end(len(partitions), shared=len(parts.works) > 1)
+    def predict(
+        self, partitions: Sequence[Sequence[int]], cached: Sequence[int], run: Simulation | None = None
+    ) -> ChainPrediction:
+        """The timeline of one prompt: tokens of every rank, and those cached evenly, per sequence of the batch.
+
+        run: the clocks of a whole mesh, which keep what happens. None: one rank stands for its tensor-parallel ones.
+        """
+        parts, sequences = self.parts(partitions, cached), len(partitions)
+        size, new = len(parts.works), rank_totals(partitions)
+        run = Simulation(size, records=False) if run is None else run
+        ends, waited = self._chained(parts, sum(cached), run)
+        if parts.visits is not None:
+            before, after = ([float(getattr(work, name)[-1]) for work in parts.works] for name in ("before", "after"))
+            asking = max(rank for rank, count in enumerate(new) if count)
+            sent = last_bytes(OPERATION, self._last_shape, new, new, sequences=sequences, asking=asking)
+            ready = self._mesh.last(run, before, after, parts.rows, parts.visits, sent, sequences=sequences)
+            ends = np.column_stack([ends, run.now[:: len(run.places[0])]])
+            waited = np.column_stack([waited, max(ready) - np.array(ready)])
+        end = self._tokens.end(sequences, shared=size > 1)
         return ChainPrediction(float(ends[:, -1].max()) + end, ends, waited)
 
     def parts(self, partitions: Sequence[Sequence[int]], cached: Sequence[int]) -> ChainParts:
@@ -115,32 +131,62 @@ class Chain:
         ]
         works = [self._work(counts, rank, incoming[rank], cached) for rank in range(ranks)]
         links = self._link_times(messages, incoming, last)
+        # A rank without tokens computes one that stands in for them.
+        rows = np.maximum(1, totals).tolist()
+        sums = [np.array([self._tokens.sums(kind, tokens) for kind in self._shapes])[self._kinds] for tokens in rows]
         visits = None if self._gathered else self._visits(counts, cached)
-        return ChainParts(messages, incoming, works, links, visits)
+        return ChainParts(messages, incoming, works, links, rows, sums, visits)
 
-    def _chained(self, parts: ChainParts, works: list[LayerWork], cached: Sequence[int]) -> tuple[Times, Times]:
-        """When each rank ends its layers, ``[N, layers]``, and how long it waits in them."""
-        incoming = parts.incoming
-        works, links = sharing(works, parts.links, self._profile.exposed_transfer, self._profile.exposed_compute)
-        if sum(cached):
-            works = in_step(works)
-        places: list[ChainRank] = []
-        handed: Times = np.empty((len(works[0].before), 0))
-        for rank, work in enumerate(works):
-            count = len(incoming[rank])
-            seconds = links[rank - 1] if count else np.empty(0)
-            places.append(ChainRank(work, handed[:, :count], seconds, held=HELD).run())
-            handed = places[-1].handing(len(parts.messages[rank]))
-        return np.array([each.ends for each in places]), np.array([each.waited for each in places])
+    def _chained(self, parts: ChainParts, cached: int, run: Simulation) -> tuple[Times, Times]:
+        """``[N, layers]`` when each rank ends the layers whose prefixes go down the chain, and how long it waits."""
+        layers = len(self._kinds) - (parts.visits is not None)
+        if not layers:
+            return np.empty((len(parts.works), 0)), np.empty((len(parts.works), 0))
+        nothing: Times = np.empty((layers, 0))
+        columns = [self._column(parts, ranks, layers, cached, run) for ranks in run.columns]
+        handed, ends, waited = [nothing] * len(columns), [], []
+        for place, ranks in enumerate(run.places):
+            coming = [sum(tokens) * self._row_bytes for _, tokens in parts.incoming[place]]
+            sums = parts.sums[place][:layers]
+            chain = [
+                ChainRank(
+                    works[place]._replace(after=works[place].after - sums),
+                    before[:, : len(coming)],
+                    links[place - 1] if coming else np.empty(0),
+                    held=HELD,
+                )
+                for before, (works, links) in zip(handed, columns, strict=True)
+            ]
+            ended = []
+            for layer, seconds in enumerate(sums.tolist()):
+                for rank, one in zip(ranks, chain, strict=True):
+                    one.clock = run.now[rank]
+                    one.layer()
+                    if run.records:
+                        _record(run, rank, rank - len(ranks), one, coming, layer)
+                    run.now[rank] = one.clock
+                self._mesh.sums(run, ranks, seconds, parts.rows[place], layer)
+                ended.append(run.now[ranks[0]])
+            ends.append(ended)
+            waited.append(chain[0].waited)
+            handed = [one.handing(len(parts.messages[place])) for one in chain]
+        return np.array(ends), np.array(waited)
 
-    @staticmethod
-    def _met(works: list[LayerWork], ends: Times, waited: Times, visits_s: float) -> tuple[Times, Times]:
-        """The same with a last layer in which the wanted queries go round all ranks, the slowest one included."""
-        begun = ends[:, -1] if ends.shape[1] else np.zeros(len(works))
-        ready = begun + [work.before[-1] for work in works]
-        met = ready.max()
-        end = met + visits_s + np.array([work.after[-1] for work in works])
-        return np.column_stack([ends, end]), np.column_stack([waited, met - ready])
+    def _column(
+        self, parts: ChainParts, ranks: Sequence[int], layers: int, cached: int, run: Simulation
+    ) -> tuple[list[LayerWork], list[Times]]:
+        """Work and messages of the ranks of one chain, as they are there and slow each other down."""
+        works = []
+        for rank, work, sums in zip(ranks, parts.works, parts.sums, strict=True):
+            computed = work._replace(after=work.after - sums).first(layers)
+            slower = LayerWork(*(run.computing(rank, each) for each in computed))
+            works.append(slower._replace(after=slower.after + sums[:layers]))
+        links = [
+            run.sending(ranks[place], ranks[place + 1], link[None].repeat(layers, axis=0))
+            for place, link in enumerate(parts.links)
+        ]
+        works, links = sharing(works, links, self._profile.exposed_transfer, self._profile.exposed_compute)
+        return in_step(works) if cached else works, links
 
     def _visits(self, counts: NDArray[np.int64], cached: Sequence[int]) -> tuple[float, float]:
         """Seconds of the wanted queries' attention, and of their way round all ranks if there are several to visit."""
@@ -255,3 +301,15 @@ class Chain:
             known = {size: self._profile.exchange.at(self._row_bytes * size) for size in set(sizes)}
             links.append(np.array([known[size] for size in sizes]))
         return links
+
+
+def _record(run: Simulation, rank: int, sender: int, one: ChainRank, coming: Sequence[int], layer: int) -> None:
+    """Events of a layer of one rank of the chain, and of what came to it."""
+    work, transfers = one.work, one.transfers[layer]
+    run.computed("dense", rank, float(work.before[layer]), layer)
+    run.computed("attention", rank, float(work.local[layer]), layer)
+    for chunk, nbytes in enumerate(coming):
+        run.transfer(OPERATION, (sender, rank), one.arrivals[layer][chunk], transfers[chunk], nbytes, layer)
+        run.wait(OPERATION, rank, one.pickups[layer][chunk], layer)
+        run.computed("attention", rank, float(work.chunks[layer, chunk]), layer)
+    run.computed("dense", rank, float(work.after[layer]), layer)

@@ -63,15 +63,28 @@ class _Count:
 
 
 class Simulation:
-    """The clocks of all ranks, and what has happened; `progress` is told the number of tasks now and then.
+    """The clocks of all ranks, and what has happened.
 
+    tp_size: tensor-parallel ranks, which are neighbours.
+    records: whether events and traffic are kept, or clocks alone.
+    progress: is told the number of tasks now and then.
     Raises ValueError for disturbances of ranks that are not there, and for more than `MOST_TASKS`.
     """
 
     def __init__(
-        self, ranks: int, disturbances: Disturbances = CALM, *, progress: Callable[[int], object] | None = None
+        self,
+        ranks: int,
+        disturbances: Disturbances = CALM,
+        *,
+        tp_size: int = 1,
+        records: bool = True,
+        progress: Callable[[int], object] | None = None,
     ):
         disturbances.check(ranks)
+        self.records = records
+        # Ranks of each context-parallel place, and of each tensor-parallel column.
+        self.places = [range(first, first + tp_size) for first in range(0, ranks, tp_size)]
+        self.columns = [range(column, ranks, tp_size) for column in range(tp_size)]
         self.now = [0.0] * ranks  # When each rank can go on.
         self.events: list[list[Event]] = [[] for _ in range(ranks)]
         self.tasks = 0
@@ -103,18 +116,23 @@ class Simulation:
         """Work of a rank, as long as it takes there."""
         self.computed(name, rank, self.computing(rank, seconds), layer)
 
+    def compute_all(self, name: str, ranks: Sequence[int], seconds: Sequence[float], layer: int) -> None:
+        """Work of several ranks, each by itself."""
+        for rank, own in zip(ranks, seconds, strict=True):
+            self.compute(name, rank, own, layer)
+
     def computed(self, name: str, rank: int, seconds: float, layer: int | None = None) -> None:
         """Work of a rank that takes just so long."""
         start = self.now[rank]
         self.now[rank] = end = start + seconds
-        if end > start:
+        if end > start and self.records:
             self.events[rank].append(Event(name, "compute", start, end, layer))
             self._count_task()
 
     def wait(self, name: str, rank: int, until: float, layer: int | None = None) -> None:
         """A rank stands still for a transfer, if it has not ended before."""
         start = self.now[rank]
-        if until - start > ROUNDING * until:
+        if until - start > ROUNDING * until and self.records:
             self.events[rank].append(Event(name, "wait", start, until, layer))
             self._counts[rank][name, layer].exposed += until - start
         self.now[rank] = max(start, until)
@@ -123,6 +141,8 @@ class Simulation:
         self, name: str, ranks: Sequence[int], end: float, seconds: float, nbytes: int, layer: int | None = None
     ) -> None:
         """A transfer that the first of `ranks` sends and any other receives."""
+        if not self.records:
+            return
         for rank in ranks:
             self.events[rank].append(Event(name, "communication", end - seconds, end, layer))
             self._counts[rank][name, layer].seconds += seconds

@@ -171,8 +171,7 @@ def build_model(
     fp8 = use_fp8(model) if feed_forward == "fp8" else {}
     away: LayerWeights | None = None
     if offload is not None and offload.weights:
-        place = FEATURES["offload"].layer_weights
-        away = place(model, dtypes | fp8, offload, pin=device.type == "cuda")
+        away = FEATURES["offload"].LayerWeights(model, dtypes | fp8, offload, pin=device.type == "cuda")
     _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
     if away is not None:
         away.withdraw(model, device)

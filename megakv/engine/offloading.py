@@ -3,6 +3,6 @@
 from megakv.offload.assembly import make_offloader
 from megakv.offload.cuda_link import CudaStreams
 from megakv.offload.schedule import accelerator_room, weights_by_objective
-from megakv.offload.weights import layer_weights
+from megakv.offload.weights import LayerWeights
 
-__all__ = ["CudaStreams", "accelerator_room", "layer_weights", "make_offloader", "weights_by_objective"]
+__all__ = ["CudaStreams", "LayerWeights", "accelerator_room", "make_offloader", "weights_by_objective"]

@@ -17,7 +17,7 @@ QUERIES = SEPARATE[0]
 
 
 class LastLayerRows:
-    """Hooks on linears of a model's last decoder layer, from `open` to `close`: a pass that wants all rows needs none.
+    """Hooks on linears of a model's last decoder layer, until `remove`. In a pass that wants all rows they do nothing.
 
     Of it, keys and values of all tokens are kept; queries, attention, and what follows it token by token may leave out
     all but the tokens whose logits are wanted. Their results are zero instead. The feed-forward of layers with experts
@@ -30,7 +30,6 @@ class LastLayerRows:
     def __init__(self, model: PreTrainedModel, wanted: Callable[[], LastRows | None]):
         self.attention: int | None = None
         self._wanted = wanted
-        self._linears: list[tuple[nn.Module, Any]] = []
         self._handles: list[Any] = []
         try:
             _, layers = decoder_layers(model)
@@ -41,31 +40,22 @@ class LastLayerRows:
             self.attention = last[0].layer_idx
             for name, child in last[0].named_children():
                 if name in OUTPUTS:
-                    self._linears.append((child, self._narrow))
+                    self._hook(child, self._narrow)
                 elif name == QUERIES:
-                    self._linears.append((child, self._narrow_queries))
+                    self._hook(child, self._narrow_queries)
         mixed = any(isinstance(module, nn.ModuleList) for module in layers[-1].modules())
         if mixed or any(parameter.ndim > 2 for parameter in layers[-1].parameters()):
             return
         for parent, name in feed_forward_linears(layers[-1]):
-            self._linears.append((getattr(parent, name), self._narrow))
+            self._hook(getattr(parent, name), self._narrow)
 
-    def open(self) -> None:
-        """A pass begins."""
-        self.close()
-        for linear, narrow in self._linears:
-            self._handles.append(linear.register_forward_pre_hook(narrow))
-            self._handles.append(linear.register_forward_hook(self._widen))
+    def _hook(self, linear: nn.Module, narrow: Any) -> None:
+        self._handles += [linear.register_forward_pre_hook(narrow), linear.register_forward_hook(self._widen)]
 
-    def close(self) -> None:
-        """It has ended: take the hooks off the model."""
-        while self._handles:
-            self._handles.pop().remove()
-
-    @property
-    def numbers(self) -> set[int]:
-        """Those by which modules know the hooks that are there now."""
-        return {handle.id for handle in self._handles}
+    def remove(self) -> None:
+        """Take the hooks off the model."""
+        for handle in self._handles:
+            handle.remove()
 
     def _narrow_queries(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         wanted = self._wanted()

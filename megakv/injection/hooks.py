@@ -22,7 +22,7 @@ from megakv.forward.last_layer import LastLayerRows
 from megakv.forward.pass_plan import PassPlan
 from megakv.forward.runtime import Runtime
 from megakv.forward.traits import ModelTraits
-from megakv.forward.wanted import Wanted
+from megakv.forward.wanted import LastRows, Wanted
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
@@ -65,7 +65,7 @@ class ForwardHooks:
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._positions = Positions(model)
         length_dependent = depends_on_length(model)
-        self._last_layer = LastLayerRows(model, lambda: None if runtime.current is None else runtime.current.last)
+        self._last_layer = LastLayerRows(model, self._narrowed)
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
@@ -76,10 +76,10 @@ class ForwardHooks:
             self._slices = LinearSlices(
                 model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
             )
-        self._layers = TokenLayers(model, products, self._slices, runtime, self._last_layer, here=here)
+        self._layers = TokenLayers(model, products, self._slices, runtime, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
         graphs = graphs and in_memory and self._positions.taken and not length_dependent
-        self._graphs = step_graphs(model, runtime, self._last_layer) if graphs else None
+        self._graphs = step_graphs(model, runtime) if graphs else None
         traits = ModelTraits(
             last_layer=self._last_layer.attention,
             slices=None if self._slices is None else self._slices.gains,
@@ -104,6 +104,14 @@ class ForwardHooks:
             return math.inf
         return self.traits.few_rows if self._runtime.comm.mesh.cp_size == 1 else self.traits.sliced_rows
 
+    def _narrowed(self) -> LastRows | None:
+        """The rows of the last layer that are wanted in the pass under way, where it leaves out others.
+
+        Few tokens all go through it: whether it is one call or many, ranks' messages are the same.
+        """
+        step = self._runtime.current
+        return None if step is None or step.token_step is not None else step.last
+
     def remove(self) -> None:
         """Take the hooks off the model."""
         self._layers.remove()
@@ -112,7 +120,7 @@ class ForwardHooks:
         if self._slices is not None:
             self._slices.remove()
         self._linears.remove()
-        self._last_layer.close()
+        self._last_layer.remove()
         self._before_handle.remove()
         self._after_handle.remove()
 
@@ -229,9 +237,6 @@ class ForwardHooks:
         inputs["use_cache"] = True
         inputs["return_dict"] = True
         index = step.last.rows
-        # Few tokens all go through the last layer: whether it is one call or many, ranks' messages are the same.
-        if len(index) < len(sequence) and step.token_step is None:
-            self._last_layer.open()
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
             inputs["logits_to_keep"] = index
@@ -241,7 +246,6 @@ class ForwardHooks:
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step = self._runtime.current
         self._runtime.current = None
-        self._last_layer.close()
         self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None

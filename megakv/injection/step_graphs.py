@@ -11,19 +11,18 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megakv.attention.device_step import LayerKind, StepTables, attends_on_device
-from megakv.forward.last_layer import LastLayerRows
 from megakv.forward.pass_plan import Generation, PassPlan
 from megakv.forward.runtime import Runtime
+from megakv.injection.layer_kind import heard
 from megakv.tracking.measurements import CAPTURED
 
 logger = logging.getLogger(__name__)
@@ -55,12 +54,12 @@ class StepGraphs:
     they are without it.
     """
 
-    def __init__(self, model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows):
+    def __init__(self, model: PreTrainedModel, runtime: Runtime):
         self._decoder: Any = model.get_decoder()
-        self._runtime, self._last_layer = runtime, last_layer
+        self._runtime = runtime
         self._device = runtime.comm.mesh.device
         self._generation: Callable[[], Generation | None] = lambda: None
-        self._stale, self._hooks, self._state = True, list[dict[int, Any]](), list[Any]()
+        self._stale, self._heard, self._hooks, self._state = True, False, 0, list[Any]()
         self._kinds: dict[int, LayerKind] | None = {}
         self._steps: dict[int, StepGraph] = {}
         # Of all graphs, as they run one after the other. Messages between ranks are not captured.
@@ -81,18 +80,19 @@ class StepGraphs:
             self._stale = True
             return
         called = step.generation is not None and step.generation is self._generation()
-        if self._stale or not (called or (step.generation is None and step.cache.outlives)):
+        goes_on = called or (step.generation is None and step.cache.outlives)
+        if self._stale or not goes_on or self._hooks != RemovableHandle.next_id:
             self._look()
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
         self._stale = False
-        heard = any(number not in self._last_layer.numbers for number in chain.from_iterable(self._hooks))
         usual = torch.is_autocast_enabled("cuda") or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        step.state.capturable = not heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
+        step.state.capturable = (
+            not self._heard and not usual and self._kinds is not None and padded(len(tokens)) is not None
+        )
 
     def _look(self) -> None:
         modules = list(self._decoder.modules())
-        self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
+        self._heard, self._hooks = heard(modules), RemovableHandle.next_id
         own = [own for each in modules for own in (*each._parameters.values(), *each._buffers.values())]
         state: list[Any] = [(id(each), type(each), *_settings(each)) for each in modules]
         state += [(id(each), each.data_ptr()) for each in own if each is not None]
@@ -293,7 +293,7 @@ def _same(value: Any, other: Any) -> bool:
     )
 
 
-def step_graphs(model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerRows) -> StepGraphs | None:
+def step_graphs(model: PreTrainedModel, runtime: Runtime) -> StepGraphs | None:
     """Those of an engine whose caches lie on the device; None where there are none: on processors, where sequences are
     spread over ranks, caches compressed or heads shared, without the kernels, and where the decoder's `forward` is
     somebody's own.
@@ -303,4 +303,4 @@ def step_graphs(model: PreTrainedModel, runtime: Runtime, last_layer: LastLayerR
     own = "forward" in vars(model.get_decoder())
     if mesh.device.type != "cuda" or not alone or own or not attends_on_device():
         return None
-    return StepGraphs(model, runtime, last_layer)
+    return StepGraphs(model, runtime)

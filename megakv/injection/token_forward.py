@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import RowTable
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight
-from megakv.attention.step import RowTable
 from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
 from megakv.forward.pass_plan import PassPlan
@@ -26,9 +26,10 @@ from megakv.injection.layer_kind import (
     HEAD_NORMS,
     PROJECTIONS,
     activation,
-    is_known,
+    agrees,
+    places,
+    settings,
     shown_to,
-    traits,
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
@@ -73,8 +74,9 @@ class TokenLayer:
         slices: LinearSlices | None,
         runtime: Runtime,
         blocks: Blocks,
+        agreed: dict[Any, bool],
     ):
-        self.layer, self._kernel, self._blocks = layer, kernel, blocks
+        self.layer, self._kernel, self._blocks, self._agreed = layer, kernel, blocks, agreed
         self._products, self._slices, self._runtime = products, slices, runtime
         # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
         # are kept by whether ranks have slices.
@@ -95,10 +97,16 @@ class TokenLayer:
     def look(self) -> None:
         """See whether the layer is of the kind, and whether its weights are where they were."""
         self.following, self._calls = [self], {}
-        seen = traits(self.layer), self._runtime.comm.channels
-        if seen != self._seen:
-            self._seen, self._plans = seen, {}
-            self._attention = self.layer.self_attn if is_known(self.layer) else None
+        kind = settings(self.layer)
+        seen = None if kind is None else (kind, places(self.layer), self._runtime.comm.channels)
+        if seen is None or seen != self._seen:
+            self._seen, self._plans, self._attention = seen, {}, None
+        if kind is not None and self._attention is None:
+            self._attention = self.layer.self_attn
+            if kind not in self._agreed:
+                self._agreed[kind] = agrees(self.layer, self._plan(slices=False).calls)
+            if not self._agreed[kind]:
+                self._attention = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``[1, L, h]`` to the same."""

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
-from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from megakv.attention.layer import load_layer
-from megakv.forward.last_layer import LastLayerRows
 from megakv.forward.pass_plan import Generation, PassPlan
 from megakv.forward.runtime import Runtime
-from megakv.injection.layer_kind import calls_in_turn, forget_activations, is_known, modules_of
+from megakv.injection.layer_kind import calls_in_turn
 from megakv.injection.linear_slices import LinearSlices
 from megakv.injection.linears import layers_of
 from megakv.injection.prompt_layer import Blocks
@@ -38,31 +36,25 @@ class TokenLayers:
         products: Products,
         slices: LinearSlices | None,
         runtime: Runtime,
-        last_layer: LastLayerRows,
         *,
         here: bool,
     ):
-        self._comm, self._last_layer, self._decoder = runtime.comm, last_layer, model.get_decoder()
-        comm = runtime.comm
-        self._blocks = Blocks()
+        self._comm, self._decoder, self._blocks = runtime.comm, model.get_decoder(), Blocks()
         self.layers: list[TokenLayer] = []
         # The `generate` call that it was looked at for; and whether a pass over prompts has come since.
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale = True
-        # Those of all modules, by numbers.
-        self._hooks: list[dict[int, Any]] = []
-        # What ranks exchange messages through is made anew after failures.
-        self._channels = comm.channels
         self._found: list[Any] = []
-        if comm.mesh.device.type != "cpu" or not here:
+        if self._comm.mesh.device.type != "cpu" or not here:
             return
         kernel, _ = load_layer()
-        if not all(comm.gather_objects(kernel is not None)):
+        if not all(self._comm.gather_objects(kernel is not None)):
             return
         assert kernel is not None
+        agreed = dict[Any, bool]()
         for layer in {id(layer): layer for layer in layers_of(model)}.values():
             if "forward" not in vars(layer):
-                own = TokenLayer(layer, kernel, products, slices, runtime, self._blocks)
+                own = TokenLayer(layer, kernel, products, slices, runtime, self._blocks, agreed)
                 layer.forward, own.index = own, len(self.layers)
                 self.layers.append(own)
 
@@ -84,24 +76,20 @@ class TokenLayers:
             # As a step of decoding, whatever else is beside it.
             goes_on = step.token_step.decodes and step.cache.pasts(step.batch).all()
             same = step.cache.outlives and bool(goes_on)
-        alike = self._state() == self._found and self._channels is self._comm.channels
-        if self._stale or not same or not alike:
+        if self._stale or not same or self._state() != self._found:
             self._look()
         # Not held: with it goes its cache.
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
         self._stale = False
 
     def _look(self) -> None:
-        modules = [module for own in self.layers for module in modules_of(own.layer)]
-        self._hooks = [hooks for each in modules for hooks in (each._forward_hooks, each._forward_pre_hooks)]
-        self._hooks += [torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks]
-        self._found, self._channels = self._state(), self._comm.channels
-        forget_activations()
         for own in self.layers:
             own.look()
+        layers = [own.layer for own in self.layers]
         called = self.layers and all(vars(own.layer).get("forward") is own for own in self.layers)
-        if called and calls_in_turn(self._decoder, [own.layer for own in self.layers]):
+        if called and calls_in_turn(self._decoder, layers):
             self.layers[0].following = self.layers
+        self._found = self._state()
 
     @property
     def known(self) -> bool:
@@ -113,15 +101,16 @@ class TokenLayers:
         memory that they share. Collective.
         """
         channel, mesh = self._comm.channels.get("cp"), self._comm.mesh
-        own = channel is not None and channel.in_memory and mesh.tp_size == 1 and bool(self.layers)
-        return all(self._comm.gather_objects(own and all(is_known(own.layer) for own in self.layers)))
+        if found := channel is not None and channel.in_memory and mesh.tp_size == 1 and bool(self.layers):
+            self._look()
+        return all(self._comm.gather_objects(found and all(own.known for own in self.layers)))
 
     def _state(self) -> list[Any]:
-        """What may change within a call: hooks, but for the last layer's, which come and go with passes, and what is
-        called, in which order, with which scale.
+        """What may change within a call: hooks, of which PyTorch counts those that were ever there, what ranks exchange
+        messages through, and what is called, in which order, with which scale.
         """
-        decoder, own_hooks = self._decoder, self._last_layer.numbers
-        found: list[Any] = [number for number in chain.from_iterable(self._hooks) if number not in own_hooks]
+        decoder = self._decoder
+        found: list[Any] = [RemovableHandle.next_id, self._comm.channels]
         for own in self.layers:
             layer, attention = vars(own.layer), own.layer._modules.get("self_attn")
             found += (layer.get("forward"), layer.get("_compiled_call_impl"), type(own.layer), type(attention))

@@ -2,32 +2,21 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Packing, Run, RunTable, laid
+from megakv.attention.compiled import Packing, RowTable, Run, laid
 from megakv.base.tensor_files import StreamedTensor
 from megakv.cache.ragged_body import Body, BodyIndex, RaggedBody, streamed
 from megakv.distributed.sharding import IntArray
-from megakv.offload.link import OUTGOING, Link, Move, Transfer
+from megakv.offload.link import Move
 from megakv.offload.paged_rows import PagedRows
-from megakv.offload.pages import PagePool
 from megakv.offload.row_format import GroupQuantiser
-
-
-class BodyEngine(Protocol):
-    """What a body asks of the engine that it belongs to (see `Offloader`)."""
-
-    link: Link
-    pool: PagePool
-    device: torch.device
-    outgoing: deque[Transfer]
+from megakv.offload.store import StoreEngine
 
 
 class TieredBody(Body):
@@ -37,16 +26,15 @@ class TieredBody(Body):
     hold the same object: its pages are given back with the last of them.
     """
 
-    def __init__(self, body: RaggedBody, layer: int, engine: BodyEngine, quantiser: GroupQuantiser | None = None):
+    def __init__(self, body: RaggedBody, layer: int, engine: StoreEngine, quantiser: GroupQuantiser | None = None):
         super().__init__(body.index)
         self.key_dim, self.value_dim, self.dtype = body.key_dim, body.value_dim, body.dtype
         self.layer, self.quantiser, self._engine = layer, quantiser, engine
         rows = body.block if quantiser is None else quantiser.pack(torch.cat((body.k_nD, body.v_nD), dim=1))
         self._rows = PagedRows(engine.pool, rows.shape[1], rows.dtype, layer=layer)
-        engine.outgoing.append(engine.link.start("out", self._rows.append(rows)))
+        engine.link.start("out", self._rows.append(rows))
         # Until it has left, a body takes its place on the accelerator.
-        while len(engine.outgoing) > OUTGOING:
-            engine.outgoing.popleft().settle()
+        engine.link.hold_up()
 
     @property
     def tokens(self) -> int:
@@ -142,14 +130,14 @@ class PackedBody:
         return self.body.dtype
 
     @cached_property
-    def runs(self) -> RunTable:
+    def runs(self) -> RowTable:
         """As of `RaggedBody`, in bytes."""
         counts, step = self.index.counts, self.stored.stride(0)
         table = np.zeros((len(counts), len(Run._fields)), dtype=np.int64)
         before = self.index.bounds[:-1] * step
         table[:, 0], table[:, 7] = self.stored.data_ptr() + before, laid(self.stored[None])[2] - before
         table[:, 2], table[:, 4] = counts, step
-        return RunTable.at(table)
+        return RowTable.at(table)
 
     def here(self) -> RaggedBody:
         return self.body.unpacked(self.stored)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
 from megakv.base.units import in_units
-from megakv.offload.async_io import ALIGNMENT, AsyncReader, find_async_io
 from megakv.offload.host_memory import available_memory
 
 logger = logging.getLogger(__name__)
@@ -29,6 +30,12 @@ LEAST_PROBE_BYTES, GROWTH = 64 << 10, 4
 """What is measured with first, and how many times as many bytes come next."""
 ENOUGH_S, REPEATS = 0.3, 2
 """Once measuring has taken so long, no more follow: a slow disk shows its speed with few bytes."""
+ALIGNMENT = 4096
+"""Reads past the page cache begin and end at multiples of the disk's blocks, in memory and in the file."""
+DIRECT_BYTES, READERS = 1 << 20, 4
+"""Size of a read past the page cache, and how many are under way at a time."""
+SMALL_BYTES = 64 << 10
+"""Fewer bytes are read through the page cache in any case."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -67,19 +74,19 @@ class DiskTier:
     """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.
 
     Should it fail nevertheless, rows that it refuses stay in host memory, beyond the budget, with a warning. The file
-    is gone when the process ends, however that happens. `io` is as `megakv.offload.disk_io`; then ``aio`` or ``files``.
+    is gone when the process ends, however that happens. With ``direct`` as `io` (`megakv.offload.disk_io`) several
+    reads at a time go past the page cache.
     """
 
     name = "disk"
+    seams: Sequence[int] = ()
 
     def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
-        self.budget = budget
-        self.io = "files"
-        self._reader: AsyncReader | None = None
-        self._folder = str(folder)
+        self.budget, self.io, self._folder = budget, io, str(folder)
         # Blocks of the file in host memory, some of which the disk refused; None as long as it refused nothing.
         self._refused: dict[int, bytearray] | None = None
         self._lock = threading.Lock()
+        self._direct: int | None = None
         try:
             self._file = tempfile.TemporaryFile(dir=folder, prefix="megakv-")
         except OSError as error:
@@ -97,7 +104,8 @@ class DiskTier:
                 f"where {in_units(usage.f_bavail * usage.f_frsize)} are free for all of them ({error.strerror}); make "
                 "it smaller or choose another megakv.offload.disk_path"
             ) from error
-        self._read_with(io)
+        if io == "direct":
+            self._read_past_cache()
 
     @property
     def fileno(self) -> int:
@@ -120,7 +128,8 @@ class DiskTier:
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
         refused = self._refused
         if refused is None:
-            (self._read if self._reader is None else self._reader.read)(offset, memory)
+            past_cache = self._direct is not None and len(memory) >= SMALL_BYTES
+            (self._read_direct if past_cache else self._read)(offset, memory)
             return
         with self._lock:
             blocks = list(_blocks(offset, len(memory)))
@@ -130,28 +139,45 @@ class DiskTier:
                 if index in refused:
                     memory[outer] = refused[index][inner]
 
-    def _read_with(self, io: str) -> None:
-        """Take DeepSpeed's asynchronous I/O if it is asked for, is there, and reads what was written."""
-        module, reason = find_async_io(io)
-        if module is not None:
-            probe = bytearray(os.urandom(PROBE_BYTES))
-            with suppress(OSError):
-                os.pwrite(self.fileno, probe, self._probed)
-            self._reader, found = AsyncReader(module, self.fileno, self._read), bytearray(len(probe))
-            self._reader.read(self._probed, memoryview(found))
-            if self._reader.refused or found != probe:
-                self._reader.close()
-                module, self._reader, reason = None, None, f"it cannot read a file in {self._folder!r}"
-        if module is not None:
-            self.io = "aio"
-        elif io == "aio":
-            self._file.close()
+    def _read_past_cache(self) -> None:
+        """Open the file once more, and look whether its file system takes such reads."""
+        self._threads, self._buffers = ThreadPoolExecutor(READERS, "disk"), SimpleQueue[mmap.mmap]()
+        for _ in range(READERS):
+            self._buffers.put(mmap.mmap(-1, DIRECT_BYTES))
+        try:
+            self._direct = os.open(f"/proc/self/fd/{self.fileno}", os.O_RDONLY | os.O_DIRECT)
+            self._read_direct(self._probed, memoryview(bytearray(ALIGNMENT)))
+        except OSError as error:
+            self.close()
             raise ValueError(
-                f"megakv.offload.disk_io = 'aio': DeepSpeed's asynchronous I/O cannot be used: {reason}; "
-                "use 'auto' or 'files'"
-            )
-        else:
-            logger.info("the disk tier is read as a plain file: %s", reason)
+                f"megakv.offload.disk_io = 'direct': the file system of {self._folder!r} cannot read past the page "
+                f"cache ({error.strerror}); use 'files'"
+            ) from error
+
+    def _read_direct(self, offset: int, memory: memoryview) -> None:
+        """Read in pieces, several at a time, through memory that is aligned as the disk wants it."""
+        end, direct = offset + len(memory), self._direct
+        assert direct is not None
+
+        def read(first: int) -> None:
+            low, high = max(first, offset), min(first + DIRECT_BYTES, end)
+            buffer = self._buffers.get()
+            try:
+                piece = memoryview(buffer)[: -(-(high - first) // ALIGNMENT) * ALIGNMENT]
+                if os.preadv(direct, [piece], first) < high - first:
+                    # The plain way reads on, or says what is wrong.
+                    self._read(low, memory[low - offset : high - offset])
+                else:
+                    memory[low - offset : high - offset] = piece[low - first : high - first]
+            finally:
+                self._buffers.put(buffer)
+
+        starts = range(offset // ALIGNMENT * ALIGNMENT, end, DIRECT_BYTES)
+        pieces = [self._threads.submit(read, first) for first in starts]
+        # Nobody writes to memory of a read that has failed.
+        wait(pieces)
+        for each in pieces:
+            each.result()
 
     def _read(self, offset: int, memory: memoryview) -> None:
         done = 0
@@ -227,8 +253,9 @@ class DiskTier:
         return rate
 
     def close(self) -> None:
-        if self._reader is not None:
-            self._reader.close()
-            self._reader = None
+        if self._direct is not None:
+            self._threads.shutdown()
+            os.close(self._direct)
+            self._direct = None
         self._file.close()
         self._refused = None

@@ -10,7 +10,7 @@ from torch import Tensor
 from megakv.attention.method import AttentionCall
 from megakv.attention.partial import Part
 from megakv.distributed.sharding import TokenBlock, TokenTable
-from megakv.offload.host_rank import HeadParts, HostPart, HostRank, HostRows, LiftedPart, Queries
+from megakv.offload.host_rank import HostPart, HostParts, HostRank, HostRows, Queries
 from megakv.offload.store import Strip
 
 
@@ -22,7 +22,7 @@ def attend_on_host(
     tokens: TokenBlock,
     strips: Sequence[Strip],
     left: Sequence[Part],
-) -> HeadParts | None:
+) -> HostParts | None:
     """Begin to attend to what was left to the host of a layer's strips, and to `left`, parts of all heads, as of
     `HostRank.start`; None where all is on the accelerator.
     """
@@ -37,25 +37,18 @@ def attend_on_host(
         host.queries = Queries(group, call.q_HLD.shape[2], replace(call.scoring, window=None))
     if staged is None or not staged.host_attends:
         return None
-    found: list[tuple[slice | None, HostPart]] = []
+    found: list[HostPart] = []
     if left and len(strips) > 1:
-        # Of all heads, whose rows are not in one tier.
-        found.append((None, host.start(call, q_HLD, tokens, strips[0].store, HostRows([], [], []), left)))
+        # All heads have them, and their rows are not in one tier.
+        found.append(host.start(call, q_HLD, tokens, strips[0].store, HostRows([], [], []), left))
         left = []
     for strip in strips:
         rows = _rows(strip, table, call.rank)
-        if not any(rows.runs) and not left:
-            continue
-        heads = None if strip.heads is None else slice(group * strip.heads.start, group * strip.heads.stop)
-        own_call, queries = call, q_HLD
-        if heads is not None:
-            own_call, queries = replace(call, scoring=call.scoring.of(heads)), q_HLD[heads]
-        found.append((heads, host.start(own_call, queries, tokens, strip.store, rows, left)))
-    staged.host_parts += [part for _, part in found]
-    if latent is None:
-        return HeadParts(found)
-    shape = *q_HLD.shape[:2], latent.rank
-    return HeadParts([(None, LiftedPart(part, latent, shape)) for _, part in found])
+        if any(rows.runs) or left:
+            heads = None if strip.heads is None else slice(group * strip.heads.start, group * strip.heads.stop)
+            found.append(host.start(call, q_HLD, tokens, strip.store, rows, left, heads))
+    staged.host_parts += found
+    return HostParts(found, latent)
 
 
 def _rows(strip: Strip, table: TokenTable, rank: int) -> HostRows:

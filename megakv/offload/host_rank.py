@@ -7,10 +7,10 @@ are known only once the layer has begun, so unlike transfers this cannot run ahe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,15 +51,14 @@ class Queries(NamedTuple):
 
 
 class HostPart:
-    """A layer's attention on the host, under way, for an accelerator with a clock.
+    """A layer's attention on the host, under way, from some query heads, all if None.
 
-    Once it is merged, `seconds` says what it took, and `waited` between which moments it was waited for.
+    Once it is merged, `seconds` says what it took, and `waited` between which moments of the accelerator's clock it was
+    waited for.
     """
 
-    def __init__(self, future: Future[tuple[Tensor, Tensor, float]], device: torch.device, clock: Clock):
-        self._future = future
-        self._device = device
-        self._clock = clock
+    def __init__(self, future: Future[tuple[Tensor, Tensor, float]], clock: Clock, heads: slice | None = None):
+        self._future, self._clock, self._heads = future, clock, heads
         self.seconds = 0.0
         self.waited: tuple[Any, Any] | None = None
 
@@ -68,34 +67,27 @@ class HostPart:
         begun = self._clock.mark()
         out, lse, self.seconds = self._future.result()
         self.waited = begun, self._clock.mark()
-        merge_(out_HLD, lse_HL, upload(out.numpy(), self._device), upload(lse.numpy(), self._device))
+        if self._heads is not None:
+            out_HLD, lse_HL = out_HLD[self._heads], lse_HL[self._heads]
+        merge_(out_HLD, lse_HL, *(upload(each.numpy(), out_HLD.device) for each in (out, lse)))
 
 
-class LiftedPart(NamedTuple):
-    """The host's part over latents, for an accelerator that expands them."""
+class HostParts(NamedTuple):
+    """All parts of a layer, over latents that the accelerator expands if there are any."""
 
-    part: HostPart
-    latent: LatentHeads
-    shape: tuple[int, int, int]
-    """Of its output."""
-
-    def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
-        """As `HostPart.merge_into`."""
-        out = out_HLD.new_zeros(self.shape)
-        lse = lse_HL.new_full(self.shape[:2], -torch.inf)
-        self.part.merge_into(out, lse)
-        merge_(out_HLD, lse_HL, self.latent.lift(out), lse)
-
-
-class HeadParts(NamedTuple):
-    """Parts of some query heads each, all if None, for an accelerator that attends to all of them."""
-
-    parts: Sequence[tuple[slice | None, HostPart | LiftedPart]]
+    parts: Sequence[HostPart]
+    latent: LatentHeads | None
 
     def merge_into(self, out_HLD: Tensor, lse_HL: Tensor) -> None:
         """As `HostPart.merge_into`."""
-        for heads, part in self.parts:
-            part.merge_into(*((out_HLD, lse_HL) if heads is None else (out_HLD[heads], lse_HL[heads])))
+        out, lse = out_HLD, lse_HL
+        if self.latent is not None:
+            out = out_HLD.new_zeros((*out_HLD.shape[:2], self.latent.rank))
+            lse = torch.full_like(lse_HL, -torch.inf)
+        for part in self.parts:
+            part.merge_into(out, lse)
+        if self.latent is not None:
+            merge_(out_HLD, lse_HL, self.latent.lift(out), lse)
 
 
 class HostRank:
@@ -117,16 +109,16 @@ class HostRank:
         store: RowFormat,
         rows: HostRows,
         parts: Sequence[Part] = (),
+        heads: slice | None = None,
     ) -> HostPart:
-        """Begin to attend from queries of whichever rank, and their tokens, to rows of a layer, and to `parts`."""
-        q_HLD, device = q_HLD.cpu(), q_HLD.device
-        own = partial(_job, q_HLD, tokens, call.scoring, store, rows)
-        if parts:
-            attention = PackedAttention(q_HLD, tokens, call.scoring, _value_dim(call.scoring, store))
-            job: Job = partial(_with_parts, attention, parts, own() if any(rows.runs) else None)
-        else:
-            job = own()
-        return HostPart(self._pool.submit(_timed, job), device, self._clock)
+        """Begin to attend from some heads' queries of whichever rank, and their tokens, to rows of a layer, and to
+        `parts`.
+        """
+        scoring = call.scoring
+        if heads is not None:
+            q_HLD, scoring = q_HLD[heads], scoring.of(heads)
+        job = _job(q_HLD.cpu(), tokens, scoring, store, rows, parts)
+        return HostPart(self._pool.submit(_timed, job), self._clock, heads)
 
     def measure(self, store: RowFormat, runs: Runs, sequences: int = 1) -> float:
         """Seconds of attending to runs of rows of a store's shape with one query, for so many sequences alike."""
@@ -139,7 +131,7 @@ class HostRank:
         if scoring.alibi_slopes is not None:
             scoring = replace(scoring, alibi_slopes=scoring.alibi_slopes.new_zeros(heads))
         query = torch.zeros(sequences, heads, queries.dim, dtype=store.dtype).transpose(0, 1)
-        job = _job(query, tokens, scoring, store, HostRows([runs] * sequences, slots, slots))
+        job = _job(query, tokens, scoring, store, HostRows([runs] * sequences, slots, slots), ())
         return self._pool.submit(_timed, job).result()[2]
 
     def close(self) -> None:
@@ -156,31 +148,33 @@ def _timed(job: Job) -> tuple[Tensor, Tensor, float]:
     return *job(), time.perf_counter() - begun
 
 
-def _job(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows) -> Job:
+def _job(
+    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows, parts: Sequence[Part]
+) -> Job:
     """What the thread does."""
-    together = _together(q_HLD, tokens, scoring, store, rows)
-    return together or partial(_one_by_one, q_HLD, tokens, scoring, store, rows)
+    together = _together(q_HLD, tokens, scoring, store, rows) if any(rows.runs) else None
+    if together is not None and not parts:
+        return together
 
+    @torch.no_grad()
+    def attend() -> tuple[Tensor, Tensor]:
+        attention = PackedAttention(q_HLD, tokens, scoring, _value_dim(scoring, store))
+        for part in chain(parts, () if together else _row_parts(store, rows)):
+            attention.add(part)
+        out, lse = attention.result()
+        if together:
+            merge_(out, lse, *together())
+        return out, lse
 
-@torch.no_grad()
-def _with_parts(attention: PackedAttention, parts: Sequence[Part], rows: Job | None) -> tuple[Tensor, Tensor]:
-    for part in parts:
-        attention.add(part)
-    out, lse = attention.result()
-    if rows is not None:
-        merge_(out, lse, *rows())
-    return out, lse
+    return attend
 
 
 def _value_dim(scoring: Scoring, store: RowFormat) -> int:
     return store.head_shape.value_dim if scoring.value_columns is None else scoring.value_columns
 
 
-@torch.no_grad()
-def _one_by_one(
-    q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows
-) -> tuple[Tensor, Tensor]:
-    attention = PackedAttention(q_HLD, tokens, scoring, _value_dim(scoring, store))
+def _row_parts(store: RowFormat, rows: HostRows) -> Iterator[KVPart]:
+    """Rows in the model's type, sequence by sequence."""
     for sequence, (runs, slots, positions) in enumerate(zip(*rows, strict=True)):
         for first, piece in runs:
             step = len(piece) if store.quantiser is None else UNPACKED_ROWS
@@ -188,8 +182,7 @@ def _one_by_one(
                 block = piece[begin : begin + step]
                 span = slice(first + begin, first + begin + len(block))
                 keys, values = store.heads_of(store.unpacked(block))
-                attention.add(KVPart(sequence, keys, values, slots[span], positions[span]))
-    return attention.result()
+                yield KVPart(sequence, keys, values, slots[span], positions[span])
 
 
 def _together(q_HLD: Tensor, tokens: TokenBlock, scoring: Scoring, store: RowFormat, rows: HostRows) -> Job | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -12,11 +12,10 @@ from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import DiskTier
 from megakv.offload.link import Move
 from megakv.offload.paged_rows import PagedRows, Stretch
-from megakv.offload.pages import Page, PagePool
+from megakv.offload.pages import Page
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(NamedTuple):
     """Where the rows of all sequences lie: stretch by stretch, those of sequence ``i`` from ``bounds[i]`` on.
 
     A stretch has rows from `first` up to `end`, and begins at an address, or, of a tier on disk, at a byte of its file;
@@ -31,45 +30,23 @@ class _Table:
     stretches: list[Stretch]
     disk: bool
 
-    @classmethod
-    def of(cls, rows: Sequence[PagedRows | None], versions: list[object]) -> _Table:
-        held = [() if paged is None else paged.joined for paged in rows]
-        stretches = [stretch for own in held for stretch in own]
-        on_disk = [isinstance(each.tier, DiskTier) for each in stretches]
-        starts = (
-            each.offset if away else each.tier.at(each.offset, each.nbytes)
-            for each, away in zip(stretches, on_disk, strict=True)
-        )
-        table = [(each.first, each.end, start) for each, start in zip(stretches, starts, strict=True)]
-        bounds = np.concatenate([[0], np.cumsum([len(own) for own in held])])
-        first, end, start = np.array(table, dtype=np.int64).reshape(-1, 3).T.copy()
-        return cls(versions, bounds, first, end, start, stretches, any(on_disk))
 
+class LayerRows(list[PagedRows]):
+    """Rows of one width of every sequence of a layer."""
 
-class LayerRows(list[PagedRows | None]):
-    """Rows of one width of every sequence of a layer; None for one that has none yet."""
-
-    def __init__(self, pool: PagePool, layer: int, rows: Iterable[PagedRows | None]):
+    def __init__(self, rows: Iterable[PagedRows]):
         super().__init__(rows)
-        self._pool, self._layer = pool, layer
         self._known: _Table | None = None
 
-    def extend_each(
-        self, sequences: Sequence[int], block: Tensor, spans: Sequence[slice], gone: Sequence[int]
-    ) -> list[Move]:
-        """Copies of spans of a contiguous block ``[n, W]`` to their places behind the rows of some sequences.
-
-        `gone` are, by sequence, the rows that were gone before any came.
-        """
-        firsts = []
+    def extend_each(self, sequences: Sequence[int], block: Tensor, spans: Sequence[slice]) -> list[Move]:
+        """Copies of spans of a contiguous block ``[n, W]`` to their places behind the rows of some sequences."""
+        runs = []
         for sequence, span in zip(sequences, spans, strict=True):
-            paged = self[sequence]
-            if paged is None:
-                paged = PagedRows(self._pool, block.shape[1], block.dtype, layer=self._layer, gone=gone[sequence])
-                self[sequence] = paged
-            firsts.append(paged.extend(span.stop - span.start))
-        counts = [span.stop - span.start for span in spans]
-        return self.moves(block, list(zip(sequences, firsts, counts, (span.start for span in spans), strict=True)))
+            paged, count = self[sequence], span.stop - span.start
+            if not paged.known:
+                paged.set_format(block.shape[1], block.dtype)
+            runs.append((sequence, paged.extend(count), count, span.start))
+        return self.moves(block, runs)
 
     def moves(self, block: Tensor, runs: Sequence[tuple[int, int, int, int]]) -> list[Move]:
         """Copies between tokens and rows of a contiguous block ``[n, W]``.
@@ -96,7 +73,8 @@ class LayerRows(list[PagedRows | None]):
         assert sizes.sum() == count.sum() * row_bytes
         places: list[Page] = []
         for number, begins, rows, _ in runs:
-            if rows and (paged := self[number]) is not None:
+            if rows:
+                paged = self[number]
                 assert paged.width == block.shape[1] and paged.dtype == block.dtype
                 places += paged.pages_of(begins, rows)
         if not table.disk:
@@ -110,11 +88,20 @@ class LayerRows(list[PagedRows | None]):
 
     def fork(self, index: Sequence[int]) -> LayerRows:
         """Those of some sequences; what is appended to one is not seen by the other."""
-        return LayerRows(self._pool, self._layer, [(paged := self[source]) and paged.fork() for source in index])
+        return LayerRows(self[source].fork() for source in index)
 
     def _table(self) -> _Table:
-        versions: list[object] = [paged and paged.version for paged in self]
+        versions: list[object] = [paged.version for paged in self]
         known = self._known
         if known is None or known.versions != versions:
-            known = self._known = _Table.of(self, versions)
+            stretches = [stretch for paged in self for stretch in paged.joined]
+            table, disk = [], False
+            for each in stretches:
+                away = isinstance(each.tier, DiskTier)
+                begin = each.offset if away else each.tier.at(each.offset, each.nbytes)
+                table.append((each.first, each.end, begin))
+                disk = disk or away
+            bounds = np.concatenate([[0], np.cumsum([len(paged.joined) for paged in self])])
+            first, end, start = np.array(table, dtype=np.int64).reshape(-1, 3).T.copy()
+            known = self._known = _Table(versions, bounds, first, end, start, stretches, disk)
         return known

@@ -10,6 +10,7 @@ import ctypes
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import astuple, dataclass
@@ -228,6 +229,7 @@ class Link(ABC):
         self.seams: list[int] = []
         self._traffic: dict[Direction, Traffic] = {"in": Traffic(), "out": Traffic()}
         self._threads = {name: ThreadPoolExecutor(1, f"link-{name}", prepare) for name in self._traffic}
+        self._outgoing: deque[Transfer] = deque()
 
     @property
     def traffic(self) -> dict[Direction, Traffic]:
@@ -245,13 +247,17 @@ class Link(ABC):
         after = [other for other in others.values() if not other.done or (reads and other.error is not None)]
         transfer = self._begin(direction, moves, after)
         for place in places:
-            if reads:
-                place.read = transfer
-            else:
-                place.written = transfer
+            setattr(place, "read" if reads else "written", transfer)
+        if not reads:
+            self._outgoing.append(transfer)
         self._traffic[direction].nbytes += transfer.nbytes
         self._traffic[direction].file_bytes += transfer.file_bytes
         return transfer
+
+    def hold_up(self) -> None:
+        """Wait until no more transfers to the host are under way than may be: each holds its rows."""
+        while len(self._outgoing) > OUTGOING:
+            self._outgoing.popleft().settle()
 
     @abstractmethod
     def _begin(self, direction: Direction, moves: Sequence[Move], after: Sequence[Transfer]) -> Transfer:

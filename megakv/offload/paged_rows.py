@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -46,28 +47,35 @@ class Stretch:
 
 
 class PagedRows:
-    """A growing number of rows of one width, of a layer; forks share pages until either grows.
+    """A growing number of rows of one width and type, of a layer; forks share pages until either grows.
 
-    `length` counts all rows, the first `gone` ones that are not held any more included; `per_page` go into a page.
-    `joined` are the pages, and `version` is another one when there are others.
+    The format is that of the first rows that come, where it is not given. `length` counts all rows, the first `gone`
+    ones that are not held any more included; `per_page` go into a page. `joined` are the pages, and `version` is
+    another one when there are others.
     """
 
-    def __init__(self, pool: PagePool, width: int, dtype: torch.dtype, *, layer: int = 0, gone: int = 0):
-        self.width = width
-        self.length = self.gone = gone
+    dtype: torch.dtype
+
+    def __init__(self, pool: PagePool, width: int = 0, dtype: torch.dtype | None = None, *, layer: int = 0):
+        self.length = self.gone = 0
         self.version = object()
         self._layer, self._pool = layer, pool
-        self.dtype = dtype
-        self._row_bytes = width * dtype.itemsize
-        # Rows without elements need none.
-        self.per_page = pool.page_bytes // self._row_bytes if width else sys.maxsize
-        page_bytes(0, self._row_bytes, pool.page_bytes)
         self._pages: list[Page] = []
-        # Pages before those, of which no row is held.
-        self._given = gone // self.per_page
-        # Leading pages that are known to lie in memory, those included.
-        self._leading = self._given
         self.joined: list[Stretch] = []
+        # Pages before those, of which no row is held, and leading pages that are known to lie in memory.
+        self._given = self._leading = 0
+        # Rows without elements need no page.
+        self.known, self.width, self._row_bytes, self.per_page = False, 0, 0, sys.maxsize
+        if dtype is not None:
+            self.set_format(width, dtype)
+
+    def set_format(self, width: int, dtype: torch.dtype) -> None:
+        """Take the format of all rows, before any comes."""
+        self.known, self.width, self.dtype = True, width, dtype
+        self._row_bytes = width * dtype.itemsize
+        self.per_page = self._pool.page_bytes // self._row_bytes if width else sys.maxsize
+        page_bytes(0, self._row_bytes, self._pool.page_bytes)
+        self._given = self._leading = self.gone // self.per_page
 
     def __del__(self) -> None:
         for page in getattr(self, "_pages", ()):
@@ -80,6 +88,15 @@ class PagedRows:
 
     def _rows(self, page: Page, offset: int, count: int) -> Tensor | FileRows:
         return page.tier.rows(offset, count, self.width, self.dtype)
+
+    def _lying(self, page: Page, offset: int, count: int) -> Tensor:
+        """Rows where they lie in memory, or a copy of those that lie on disk."""
+        rows = self._rows(page, offset, count)
+        if isinstance(rows, Tensor):
+            return rows
+        copied = torch.empty(count, self.width, dtype=self.dtype)
+        rows.read_into(copied)
+        return copied
 
     def extend(self, count: int) -> int:
         """Make room for rows behind the present ones, which stay as they were where the budgets are used up.
@@ -132,9 +149,11 @@ class PagedRows:
         # The host itself writes at once, whatever the link has queued.
         for transfer in (*shared.busy, *own.busy):
             transfer.settle()
-        buffer = torch.empty(rows, self.width, dtype=self.dtype)
-        Move.of(self._rows(shared, shared.offset, rows), buffer).run("in")
-        Move.of(self._rows(own, own.offset, rows), buffer).run("out")
+        found, place = self._lying(shared, shared.offset, rows), self._rows(own, own.offset, rows)
+        if isinstance(place, Tensor):
+            place.copy_(found)
+        else:
+            place.write_from(found)
         self._pages[-1] = own
         self._join_anew()
         self._leading = min(self._leading, self._given + len(self._pages) - 1)
@@ -183,16 +202,8 @@ class PagedRows:
         for page in (page for pages, *_ in runs for page in pages):
             if page.written is not None:
                 page.written.settle()
-        found = []
-        for pages, offset, start, end in runs:
-            rows = self._rows(pages[0], offset, end - start)
-            if not isinstance(rows, Tensor):
-                # A shared page that was in memory may have been copied to disk since these rows were counted.
-                copied = torch.empty(end - start, self.width, dtype=self.dtype)
-                rows.read_into(copied)
-                rows = copied
-            found.append((start, rows))
-        return found
+        # A shared page that was in memory may have been copied to disk since these rows were counted.
+        return [(start, self._lying(pages[0], offset, end - start)) for pages, offset, start, end in runs]
 
     def truncate(self, length: int) -> None:
         """Keep the first rows only."""
@@ -205,7 +216,9 @@ class PagedRows:
         self._give(slice(max(0, kept - given), None))
 
     def forget(self, rows: int) -> None:
-        """The first rows are not needed any more: whole pages of them are given back."""
+        """Give whole pages of the first rows back, which nobody needs any more; before any came, they never will."""
+        if not self.known:
+            self.length = max(self.length, rows)
         self.gone = max(self.gone, min(rows, self.length))
         before, self._given = self._given, self.gone // self.per_page
         self._leading = max(self._leading, self._given)
@@ -221,9 +234,8 @@ class PagedRows:
 
     def fork(self) -> PagedRows:
         """The same rows; what is appended to one is not seen by the other."""
-        twin = PagedRows(self._pool, self.width, self.dtype, layer=self._layer, gone=self.gone)
-        twin.length = self.length
-        twin._pages, twin._given, twin._leading = list(self._pages), self._given, self._leading
+        twin = copy(self)
+        twin._pages = list(self._pages)
         twin._join_anew()
         for page in twin._pages:
             page.users += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,9 +24,8 @@ from megakv.offload.cache import OffloadedCache, group_call
 from megakv.offload.config import GIB, OffloadConfig
 from megakv.offload.costs import LayerSpeeds, OffloadCosts
 from megakv.offload.host_attention import attend_on_host
-from megakv.offload.host_rank import HeadParts, HostRank
+from megakv.offload.host_rank import HostParts, HostRank
 from megakv.offload.layer_columns import LayerColumns
-from megakv.offload.link import OUTGOING, Transfer
 from megakv.offload.pages import PagePool
 from megakv.offload.planner import Planner
 from megakv.offload.prefetch import Prefetch
@@ -65,7 +63,6 @@ class Offloader:
         self._layout: Layout | None = None
         # Of the pass under way, without what was compressed before.
         self._table = TokenTable(0, 0)
-        self.outgoing: deque[Transfer] = deque()
         self._decoding, self._keeps = False, True
         self._announced: tuple[int, int] | None = None
         self._measured: LayerSpeeds | None = None
@@ -83,7 +80,7 @@ class Offloader:
             self._disk = self.pool.disk or (None if weights is None else weights.disk)
             self.link = make_link(self.device, config.emulated_link_gb_s)
             made.callback(self.link.close)
-            self.link.seams = sorted([*memory.seams, *([] if weights is None else weights.seams)])
+            self.link.seams = sorted([*memory.seams, *([] if weights is None else weights.tier.seams)])
             if config.host_attends:
                 self._host_rank = HostRank(config.cpu_threads, self.link.clock)
                 made.callback(self._host_rank.close)
@@ -208,7 +205,7 @@ class Offloader:
             else:
                 strip.store.enter()
         if index:
-            self._send_off()
+            self.link.hold_up()
             self._pass_on(store, index - 1)
         if self._recomputes and self._keeps and store.keeps_inputs:
             inputs = self._recomputation.inputs(layer, hidden_LE)
@@ -264,7 +261,7 @@ class Offloader:
         """A layer's attention is over: its buffer is free for another one. Of several tiers the last one says so."""
         if self._cache is not None and self._cache.tier(store.layer) is not store:
             return
-        self._send_off()
+        self.link.hold_up()
         if self.weights is not None:
             self.weights.attended()
         self._pass_on(store, len(self._prefetch.groups) - 1)
@@ -292,7 +289,7 @@ class Offloader:
 
     def attend_on_host(
         self, strips: Sequence[Strip], call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock
-    ) -> HeadParts | None:
+    ) -> HostParts | None:
         """Begin to attend from queries of whichever rank to the tokens of a layer that were left on the host."""
         host = self._host_rank
         if host is None:
@@ -325,11 +322,6 @@ class Offloader:
     def _learn(self, record: StepRecord) -> None:
         self.costs.learn(record, self._layers)
         self._planner.observe(record)
-
-    def _send_off(self) -> None:
-        """Wait for the first of more rows on their way to the host than may be."""
-        while len(self.outgoing) > OUTGOING:
-            self.outgoing.popleft().settle()
 
     def _prepare(self, store: TieredStore, index: int) -> None:
         """A group of a layer comes next: recompute what has landed of it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import groupby, pairwise
@@ -22,8 +21,8 @@ from megakv.costmodel.stored_rows import page_bytes
 from megakv.distributed.sharding import IntArray, TokenBlock, TokenColumn
 from megakv.offload.config import OffloadConfig
 from megakv.offload.layer_rows import LayerRows
-from megakv.offload.link import Link, Move, Transfer
-from megakv.offload.paged_rows import Runs
+from megakv.offload.link import Link, Move
+from megakv.offload.paged_rows import PagedRows, Runs
 from megakv.offload.pages import PagePool
 from megakv.offload.residents import LayerResidents, ResidentBudget
 from megakv.offload.row_format import RowFormat
@@ -38,7 +37,6 @@ class StoreEngine(Protocol):
     pool: PagePool
     device: torch.device
     residents: ResidentBudget
-    outgoing: deque[Transfer]
 
     def expect(self, store: TieredStore) -> None: ...
     def attend_on_host(
@@ -78,9 +76,9 @@ class TieredStore(RowFormat, KVStore):
         self.layer, self.version, self.keeps_inputs = layer, 0, True
         self.staged: StagedLayer | None = None
         self.engine = engine
-        self._rows, self._inputs = (LayerRows(engine.pool, layer, [None] * batch) for _ in range(2))
-        # Rows that were gone before any came.
-        self._absent = [0] * batch
+        self._rows, self._inputs = (
+            LayerRows(PagedRows(engine.pool, layer=layer) for _ in range(batch)) for _ in range(2)
+        )
         self._outgoing: list[Move] = []
         self.residents = LayerResidents(engine.residents, layer, [None] * batch, part)
         # By sequence, activations of the tokens that come next: which of a pass's or a group's ``[L, h]``.
@@ -136,7 +134,7 @@ class TieredStore(RowFormat, KVStore):
             # What is smaller is the better use of memory. Activations of all sequences are there already.
             self._keep_inputs({sequence: lengths[sequence] for sequence in self._offered})
         spans = [slice(each * index, each * (index + 1)) for index in range(len(sequences))]
-        self._outgoing += self._rows.extend_each(sequences, stored.contiguous(), spans, self._absent)
+        self._outgoing += self._rows.extend_each(sequences, stored.contiguous(), spans)
         self._keep_inputs({each: first for each, first in zip(sequences, firsts, strict=True) if each in self._offered})
         self.residents.append_each(sequences, firsts, rows)
         if self._before is not None:
@@ -149,14 +147,12 @@ class TieredStore(RowFormat, KVStore):
         unbroken = [
             sequence
             for sequence, first in firsts.items()
-            if self.keeps_inputs
-            and offered[sequence][0].dtype == self.dtype
-            and (0 if (inputs := self._inputs[sequence]) is None else inputs.length) == first
+            if self.keeps_inputs and offered[sequence][0].dtype == self.dtype and self._inputs[sequence].length == first
         ]
         for _, same in groupby(unbroken, lambda sequence: id(offered[sequence][0])):
             own = list(same)
             spans = [offered[sequence][1] for sequence in own]
-            self._outgoing += self._inputs.extend_each(own, offered[own[0]][0], spans, [0] * len(self._inputs))
+            self._outgoing += self._inputs.extend_each(own, offered[own[0]][0], spans)
 
     def part(self, sequence: int) -> tuple[Tensor, Tensor]:
         self.flush()
@@ -168,7 +164,6 @@ class TieredStore(RowFormat, KVStore):
         for sequences, firsts, rows in self._new:
             if sequence in sequences and firsts[index := sequences.index(sequence)] == self.gone(sequence):
                 return self.heads_of(rows.chunk(len(sequences))[index])
-        assert paged is not None
         shape = (paged.length - paged.gone, paged.width)
         device = torch.empty(shape, dtype=self.stored_dtype, device=self.engine.device)
         self.engine.link.start("in", paged.moves(paged.gone, device)).wait()
@@ -177,10 +172,9 @@ class TieredStore(RowFormat, KVStore):
     def share(self, sequence: int, first: int, last: int) -> Sequence[Pair]:
         """A copy in host memory: pages are written again once they were given back."""
         self.flush()
-        rows = self._rows[sequence]
-        if rows is None or first == last:
+        if first == last:
             return ()
-        runs = [self.unpacked(run) for _, run in rows.runs_in_memory(last, first)]
+        runs = [self.unpacked(run) for _, run in self._rows[sequence].runs_in_memory(last, first)]
         return (self.heads_of(torch.cat([runs[0].clone() if len(runs) == 1 else runs[0], *runs[1:]])),)
 
     def kept(self, sequence: int) -> IntArray:
@@ -203,7 +197,7 @@ class TieredStore(RowFormat, KVStore):
         """From where the rows lie, without the accelerator."""
         self.flush()
         rows = self._rows[sequence]
-        if rows is None or rows.length == rows.gone:
+        if rows.length == rows.gone:
             return {}
         shape = self.head_shape
 
@@ -218,21 +212,18 @@ class TieredStore(RowFormat, KVStore):
         }
 
     def rows(self, sequence: int) -> int:
-        paged, reserved = self._rows[sequence], self._reserved.get(sequence)
-        stored = self._absent[sequence] if paged is None else paged.length
-        return stored + (0 if reserved is None else len(reserved))
+        reserved = self._reserved.get(sequence)
+        return self._rows[sequence].length + (0 if reserved is None else len(reserved))
 
     def gone(self, sequence: int) -> int:
-        paged = self._rows[sequence]
-        return self._absent[sequence] if paged is None else paged.gone
+        return self._rows[sequence].gone
 
     def forget(self, sequence: int, rows: int) -> None:
         """What is on the way from pages, or into them, goes on: who takes them next waits for it."""
-        if self._rows[sequence] is None:
-            self._absent[sequence] = rows
-        for paged in (self._rows[sequence], self._inputs[sequence]):
-            if paged is not None:
-                paged.forget(rows)
+        self._rows[sequence].forget(rows)
+        # Those of rows that never came are nobody's.
+        if self._inputs[sequence].known:
+            self._inputs[sequence].forget(rows)
         self.residents.forget(sequence, rows)
 
     def attend_elsewhere(self, call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> PartElsewhere | None:
@@ -244,10 +235,8 @@ class TieredStore(RowFormat, KVStore):
         if length < self.rows(sequence):
             self.version += 1
         for paged in (self._rows[sequence], self._inputs[sequence]):
-            if paged is not None:
-                paged.truncate(length)
+            paged.truncate(length)
         self.residents.crop(sequence, length)
-        self._absent[sequence] = min(self._absent[sequence], length)
         self._offered.pop(sequence, None)
         self.staged = None
         self._leave()
@@ -258,14 +247,13 @@ class TieredStore(RowFormat, KVStore):
         self.flush()
         self.version += 1
         self.residents.reorder(index)
-        self._absent = [self._absent[source] for source in index]
         self._rows, self._inputs = self._rows.fork(index), self._inputs.fork(index)
 
     def fork(self) -> TieredStore:
         self.flush()
         twin = TieredStore(self.layer, len(self._rows), self.engine)
         twin.take_format_of(self)
-        twin.residents, twin._absent = self.residents.fork(), list(self._absent)
+        twin.residents = self.residents.fork()
         twin._rows, twin._inputs = self._rows.fork(self.sequences), self._inputs.fork(self.sequences)
         return twin
 
@@ -283,13 +271,12 @@ class TieredStore(RowFormat, KVStore):
         return working
 
     def nbytes(self) -> int:
-        return sum(row.nbytes for row in (*self._rows, *self._inputs) if row is not None)
+        return sum(paged.nbytes for paged in (*self._rows, *self._inputs))
 
     @property
     def rows_per_page(self) -> list[int]:
         """Of keys and values, and of activations, where it holds some."""
-        columns = (column for own in (self._rows, self._inputs) for column in own)
-        return [paged.per_page for paged in columns if paged is not None and paged.width]
+        return [paged.per_page for paged in (*self._rows, *self._inputs) if paged.width]
 
     # For the stores beside it
 
@@ -350,15 +337,13 @@ class TieredStore(RowFormat, KVStore):
     def flush(self) -> None:
         """Send what was appended to its tier: new tokens only."""
         if self._outgoing:
-            self.engine.outgoing.append(self.engine.link.start("out", self._outgoing))
+            self.engine.link.start("out", self._outgoing)
             self._outgoing = []
 
     def lengths(self) -> list[int]:
         """Tokens of every sequence."""
         # Every layer of every step asks for them several times.
-        found = [
-            absent if paged is None else paged.length for paged, absent in zip(self._rows, self._absent, strict=True)
-        ]
+        found = [paged.length for paged in self._rows]
         for sequence, places in self._reserved.items():
             found[sequence] += len(places)
         return found
@@ -388,18 +373,17 @@ class TieredStore(RowFormat, KVStore):
 
     def with_inputs(self) -> list[int]:
         """Leading tokens of every sequence whose activations are kept, up to those that are resident."""
-        return self.residents.before([0 if row is None else row.length for row in self._inputs])
+        return self.residents.before([paged.length for paged in self._inputs])
 
     @property
     def input_width(self) -> int:
         """Elements of a token's activations; 0 where none are kept."""
-        return max((row.width for row in self._inputs if row is not None), default=0)
+        return max((paged.width for paged in self._inputs), default=0)
 
     @property
     def input_bytes(self) -> int:
         """Bytes of a token's activations; 0 where none are kept."""
-        width = self.input_width
-        return width * self.dtype.itemsize if width else 0
+        return self.input_width and self.input_width * self.dtype.itemsize
 
     def moves(self, block: Tensor, runs: Sequence[tuple[int, int, int, int]], *, inputs: bool = False) -> list[Move]:
         """Copies of tokens' keys and values, or activations, as they are stored, to rows of a block ``[n, W]``: by
@@ -408,13 +392,11 @@ class TieredStore(RowFormat, KVStore):
 
     def in_memory(self, *, inputs: bool = False) -> list[int]:
         """Leading tokens whose keys and values, or activations, lie in host memory, up to those that are resident."""
-        column = self._inputs if inputs else self._rows
-        return self.residents.before([row.in_memory() if row else 0 for row in column])
+        return self.residents.before([paged.in_memory() for paged in (self._inputs if inputs else self._rows)])
 
     def rows_in_memory(self, sequence: int, count: int, first: int = 0) -> Runs:
         """Keys and values of tokens from `first` up to `count` where they lie."""
-        paged = self._rows[sequence]
-        return [] if paged is None else paged.runs_in_memory(count, first)
+        return self._rows[sequence].runs_in_memory(count, first)
 
     def bytes_for(self, tokens: list[int], heads: HeadShares | None = None, prompts: Sequence[int] = ()) -> int:
         """Bytes of the pages of so many tokens of each sequence, in one layer; in one with other `heads` if these are
@@ -434,7 +416,7 @@ class TieredStore(RowFormat, KVStore):
                 found += sum(page_bytes(most, self.body_row_bytes, page) for most in own)
         for sequence, count in enumerate(tokens if width else ()):
             inputs = self._inputs[sequence]
-            unbroken = keeps and (inputs.length if inputs else 0) == self.rows(sequence)
-            held = inputs.length - inputs.gone if inputs else 0
-            found += page_bytes(count if unbroken else min(count, held), width * self.dtype.itemsize, page)
+            unbroken = keeps and inputs.length == self.rows(sequence)
+            held = count if unbroken else min(count, inputs.length - inputs.gone)
+            found += page_bytes(held, width * self.dtype.itemsize, page)
         return found

@@ -118,9 +118,7 @@ class WeightStream:
             handle.remove()
         self._settle()
         for parameter, place in (pair for pairs in self._parameters for pair in pairs):
-            value = self._weights.read(place.name)
-            assert value is not None
-            parameter.data = value.clone()
+            parameter.data = self._weights.read(place.name).clone()
         self._weights.close()
 
     # Hooks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -102,15 +101,14 @@ def layer_places(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> l
     return layers
 
 
-class LayerWeights(ABC):
+class LayerWeights:
     """The weights of all decoder layers (see `layer_places`) off the accelerator, in a tier of their own.
 
-    `nbytes` of it are taken at start; refused where they do not fit the budget, or the machine, with the numbers.
+    They lie in host memory, page-locked with `pin`, or in a file, by ``megakv.offload.weights``. `nbytes` are taken at
+    start; refused where they do not fit the budget, or the machine, with the numbers.
     """
 
-    tier: HostTier | DiskTier
-
-    def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]):
+    def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], config: OffloadConfig, *, pin: bool):
         self.layers = layer_places(model, dtypes)
         self.nbytes = sum(layer.nbytes for layer in self.layers)
         self._starts = [0, *accumulate(layer.nbytes for layer in self.layers)]
@@ -119,10 +117,29 @@ class LayerWeights(ABC):
             for start, layer in zip(self._starts, self.layers, strict=False)
             for place in layer.places
         }
+        needed = f"{in_units(self.nbytes)} of {{}} for this rank's decoder layers"
+        self.tier: HostTier | DiskTier
+        if config.weights == "disk":
+            if self.nbytes > config.disk_bytes:
+                raise CombinationError(
+                    "room",
+                    f"megakv.offload.weights = 'disk' needs {needed.format('disk space')}; megakv.offload.disk_gb "
+                    f"holds {in_units(config.disk_bytes)}: raise it",
+                )
+            self.tier = DiskTier(self.nbytes, config.disk_path, io=config.disk_io)
+        else:
+            if self.nbytes >= config.host_bytes:
+                raise CombinationError(
+                    "room",
+                    f"megakv.offload.weights = true needs {needed.format('host memory')}, and keys and values come on "
+                    f"top; megakv.offload.host_gb holds {in_units(config.host_bytes)}: raise it, or put them on disk "
+                    "with megakv.offload.weights = 'disk'",
+                )
+            self.tier = HostTier(self.nbytes, pin=pin)
 
     @property
     def host_bytes(self) -> int:
-        """What of the host's budget they take."""
+        """Bytes of the host's budget that they take."""
         return self.nbytes if isinstance(self.tier, HostTier) else 0
 
     @property
@@ -130,26 +147,39 @@ class LayerWeights(ABC):
         """The disk that they lie on, if any."""
         return self.tier if isinstance(self.tier, DiskTier) else None
 
-    @property
-    def seams(self) -> list[int]:
-        """As of `HostTier`."""
-        return self.tier.seams if isinstance(self.tier, HostTier) else []
-
     def rows(self, layer: int, first: int, last: int) -> Tensor | FileRows:
         """Rows ``[n, ALIGNMENT]`` of a layer's bytes, where they lie."""
         return self.tier.rows(self._starts[layer] + first * ALIGNMENT, last - first, ALIGNMENT, torch.uint8)
 
-    @abstractmethod
+    def _lies(self, name: str) -> Tensor | FileRows:
+        start, place = self._places[name]
+        return self.tier.rows(start + place.offset, 1, prod(place.shape), place.dtype)
+
     def room(self, name: str) -> Tensor | None:
         """Where a parameter is to be written to, for `put` to take it; None for one that stays on the accelerator."""
+        if name not in self._places:
+            return None
+        lies, (_, place) = self._lies(name), self._places[name]
+        return lies.view(place.shape) if isinstance(lies, Tensor) else torch.empty(place.shape, dtype=place.dtype)
 
-    @abstractmethod
     def put(self, name: str, value: Tensor) -> Tensor:
         """Keep a parameter that was written to its room; returns what stands for it until `withdraw`."""
+        lies, (_, place) = self._lies(name), self._places[name]
+        if isinstance(lies, Tensor):
+            return value
+        lies.write_from(value)
+        return place.without_memory(value.device)
 
-    @abstractmethod
-    def read(self, name: str) -> Tensor | None:
-        """A parameter in host memory; None for one that stays on the accelerator."""
+    def read(self, name: str) -> Tensor:
+        """A parameter that has a room, in host memory."""
+        found, lies = self.room(name), self._lies(name)
+        assert found is not None
+        if not isinstance(lies, Tensor):
+            try:
+                lies.read_into(found)
+            except OSError as error:
+                raise MegaKVError(f"{name} cannot be read back from megakv.offload.disk_path: {error}") from error
+        return found
 
     def withdraw(self, model: nn.Module, device: torch.device) -> None:
         """Leave the parameters their shapes and types, on the device, without memory."""
@@ -159,80 +189,3 @@ class LayerWeights(ABC):
     def close(self) -> None:
         """Give the memory, or the file, back."""
         self.tier.close()
-
-
-class HostWeights(LayerWeights):
-    """In host memory, page-locked with `pin`."""
-
-    tier: HostTier
-
-    def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], *, budget: int, pin: bool):
-        super().__init__(model, dtypes)
-        if self.nbytes >= budget:
-            raise CombinationError(
-                "room",
-                f"megakv.offload.weights = true needs {in_units(self.nbytes)} of host memory for this rank's decoder "
-                f"layers, and keys and values come on top; megakv.offload.host_gb holds {in_units(budget)}: raise it, "
-                "or put them on disk with megakv.offload.weights = 'disk'",
-            )
-        self.tier = HostTier(self.nbytes, pin=pin)
-
-    def room(self, name: str) -> Tensor | None:
-        if name not in self._places:
-            return None
-        start, place = self._places[name]
-        return place.within(self.tier.rows(start, -(-place.stop // ALIGNMENT), ALIGNMENT, torch.uint8))
-
-    def put(self, name: str, value: Tensor) -> Tensor:
-        return value
-
-    def read(self, name: str) -> Tensor | None:
-        return self.room(name)
-
-
-class DiskWeights(LayerWeights):
-    """In a file, reserved at start; where there is an accelerator, it is read through buffers in host memory."""
-
-    tier: DiskTier
-
-    def __init__(self, model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], *, budget: int, folder: str, io: str):
-        super().__init__(model, dtypes)
-        if self.nbytes > budget:
-            raise CombinationError(
-                "room",
-                f"megakv.offload.weights = 'disk' needs {in_units(self.nbytes)} of disk space for this rank's decoder "
-                f"layers; megakv.offload.disk_gb holds {in_units(budget)}: raise it",
-            )
-        self.tier = DiskTier(self.nbytes, folder, io=io)
-
-    def room(self, name: str) -> Tensor | None:
-        if name not in self._places:
-            return None
-        _, place = self._places[name]
-        return torch.empty(place.shape, dtype=place.dtype)
-
-    def put(self, name: str, value: Tensor) -> Tensor:
-        start, place = self._places[name]
-        self.tier.rows(start + place.offset, 1, value.numel(), value.dtype).write_from(value)
-        return place.without_memory(value.device)
-
-    def read(self, name: str) -> Tensor | None:
-        found = self.room(name)
-        if found is not None:
-            start, place = self._places[name]
-            try:
-                self.tier.rows(start + place.offset, 1, found.numel(), found.dtype).read_into(found)
-            except OSError as error:
-                raise MegaKVError(f"{name} cannot be read back from megakv.offload.disk_path: {error}") from error
-        return found
-
-
-def layer_weights(
-    model: PreTrainedModel, dtypes: Mapping[str, torch.dtype], config: OffloadConfig, *, pin: bool
-) -> LayerWeights | None:
-    """Where the JSON has the weights of decoder layers lie; None: on the accelerator."""
-    if not config.weights:
-        return None
-    if config.weights == "disk":
-        return DiskWeights(model, dtypes, budget=config.disk_bytes, folder=config.disk_path, io=config.disk_io)
-    return HostWeights(model, dtypes, budget=config.host_bytes, pin=pin)

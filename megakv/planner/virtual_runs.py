@@ -14,9 +14,9 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.costmodel.decoding import decode_methods
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import rank_memory
+from megakv.costmodel.prefill import PrefillTimes
 from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
-from megakv.costmodel.simulated_prefill import SimulatedPrefill
 from megakv.costmodel.simulation import CALM, Disturbances, Simulation
 from megakv.offload.equations import WeightTimes
 from megakv.offload.pipeline import Pipeline, StepTimes
@@ -61,7 +61,7 @@ class VirtualRun:
         """A prompt that is read, and one token; `fractions` are the ranks' shares in ``runahead``, else balanced."""
         workload = Workload(self.new, self.cached, self.cp_size)
         options: dict[str, Any] = {"tp_size": self.tp_size, "chunk_tokens": chunk_tokens}
-        times = SimulatedPrefill(self.profile, self.model, workload, **options)
+        times = PrefillTimes(self.profile, self.model, workload, **options)
         if fractions is not None:
             check_partition(fractions, self.cp_size, setting="--partition")
         partitions: tuple[Partition, ...] | None = None

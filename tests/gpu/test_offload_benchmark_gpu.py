@@ -22,5 +22,5 @@ def test_small_run(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert report["summary"]["link"] == "measured" and report["summary"]["tokens_equal"] is None
     for row in report["rows"]:
-        assert row["link_gb_s"] > 1 and 0 < row["compute_utilisation"] <= 1 and row["device_bytes"] > 0
+        assert row["link_gb_s"] > 1 and row["device_bytes"] > 0
         assert row["lossy"] or row["token_agreement"] > 0.5

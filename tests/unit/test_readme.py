@@ -219,6 +219,7 @@ def test_table_of_the_chain_takes_the_largest_cell(tmp_path: Path, monkeypatch: 
 
 STANDS_BESIDE = (
     (r"summary\.attention\..*speedup", r"summary\.(engine|whole)\..*speedup"),
+    (r"summary\.attention_gain\.", r"summary\.measured_gain\."),
     (r"summary\.speedup_over_transformers\.", r"summary\.speedup_over_stream\."),
     (r"summary\.cells\..*\.kvr_s/tsp\.", r"summary\.cells\..*\.kvr_s/pass_kv\."),
     (r"summary\.time_ratio\..*\.single\b", r"summary\.time_ratio\..*\.in_place"),

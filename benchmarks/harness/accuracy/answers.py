@@ -32,9 +32,9 @@ from megakv.fairkv.method import EVERYTHING
 from megakv.fairkv.observation import Turn
 from megakv.forward.pass_plan import Generation
 
+from ..launch import Rows
 from ..methods import Peer, Peers
 from ..models import DTYPES
-from ..publish import Parts
 from ..world import World
 from .ruler import EXACT, METHODS, Item
 
@@ -216,9 +216,7 @@ def counted(arguments: argparse.Namespace, asked: int, context: int) -> int:
     return max(1, asked * int(arguments.context[0]) // context)
 
 
-def measure_exact(
-    arguments: argparse.Namespace, world: World, parts: Parts, model: Any, tokenizer: Any, items: Items
-) -> None:
+def measure_exact(arguments: argparse.Namespace, world: World, model: Any, tokenizer: Any, items: Items) -> Rows:
     """Tokens of every exact item: of MegaKV on these ranks, and on one rank of transformers too."""
     asked = {
         f"{EXACT}-{world.size}-{context}-{task}-{index}": item
@@ -229,31 +227,22 @@ def measure_exact(
         ways = {"megakv": peers.engine(EXACT, {}).generate}
         if world.size == 1:
             ways["transformers"] = Peer(model).model.generate
-        for name, item in tqdm(asked.items(), desc=f"exact, {world.size} rank(s)", disable=world.rank > 0):
-            if world.gather(parts.read(name) is None)[0]:
-                tokens = {way: exact_tokens(generate, item, tokenizer) for way, generate in ways.items()}
-                if world.rank == 0:
-                    parts.write(name, {"tokens": tokens})
+        return [
+            {"name": name, "tokens": {way: exact_tokens(generate, item, tokenizer) for way, generate in ways.items()}}
+            for name, item in tqdm(asked.items(), desc=f"exact, {world.size} rank(s)", disable=world.rank > 0)
+        ]
 
 
-def measure_compressed(
-    arguments: argparse.Namespace, world: World, parts: Parts, model: Any, tokenizer: Any, items: Items,
-    *, importance: Path,
-) -> None:  # fmt: skip
-    """Answers of every batch in every way that is not kept yet."""
-    ways = ways_of([EXACT, *arguments.methods], arguments.budgets, importance)
-    # Some of each task and length first, so that a run that was ended has some of everything.
-    batches = {
-        f"compressed-{context}-{task}-{start}": several[start : min(count, start + arguments.batch)]
-        for start in range(0, arguments.items, arguments.batch)
-        for (context, task), several in items.items()
-        if start < (count := counted(arguments, arguments.items, context))
-    }
+def measure_compressed(arguments: argparse.Namespace, world: World, model: Any, tokenizer: Any, items: Items) -> Rows:
+    """Answers of every batch in every way; at longer lengths only by ways that share a reading."""
+    ways = ways_of([EXACT, *arguments.methods], arguments.budgets, Path(arguments.profile or ""))
+    rows: Rows = []
     with Peers(model, world) as peers:
-        for name, batch in tqdm(batches.items(), desc="compressed", unit="batch"):
-            kept = (parts.read(name) or {"answers": {}})["answers"]
-            # At longer lengths only by ways that share a reading.
-            asked = ways if batch[0].context == arguments.context[0] else [way for way in ways if way.observes == ()]
-            missing = [way for way in asked if len(kept.get(way.name, ())) < len(batch)]
-            if missing:
-                parts.write(name, {"answers": kept | answer(peers, missing, batch, tokenizer)})
+        for (context, task), several in tqdm(items.items(), desc="compressed", unit="task"):
+            count = counted(arguments, arguments.items, context)
+            asked = ways if context == arguments.context[0] else [way for way in ways if way.observes == ()]
+            for start in range(0, min(count, len(several)), arguments.batch):
+                batch = several[start : min(count, start + arguments.batch)]
+                name = f"compressed-{context}-{task}-{start}"
+                rows.append({"name": name, "answers": answer(peers, asked, batch, tokenizer)})
+    return rows

@@ -1,6 +1,4 @@
-"""Synthetic ragged caches, and decode work over them by MegaKV's own kernels: of one rank, and of every tensor-parallel
-rank, one after the other on one device.
-"""
+"""Synthetic ragged caches, and a rank's decode work over them by MegaKV's own kernels."""
 
 from __future__ import annotations
 
@@ -13,10 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megakv.attention.merge import merge_by_owner
 from megakv.attention.partial import PartialAttention
 from megakv.attention.reference import Scoring
-from megakv.base.errors import MegaKVError
 from megakv.cache.ragged_attention import RaggedPart
 from megakv.cache.ragged_body import RaggedBody
 from megakv.costmodel.stopwatch import Pool
@@ -89,7 +85,7 @@ class RankLayer:
         slots = np.arange(body.index.last_row + 1)
         self._part, self._slot = RaggedPart(0, body, slots, slots), slots[-1:] + 1
         self._queries = pool.queries(layer, batch)[self.index].flatten(0, 1)[:, None]
-        self._group, self._rank = shape.group, rank
+        self._group, self._rank, self.rows = shape.group, rank, batch * shape.kv_heads
         # ``[ranks, B K, 1]`` who has no part of which head.
         without = torch.ones(len(places), batch * shape.kv_heads, 1, dtype=torch.bool)
         for other, held in enumerate(places):
@@ -166,39 +162,3 @@ class Bench:
         with torch.cuda.graph(graph):
             work()
         return graph.replay
-
-
-class VirtualRanks:
-    """All ranks of a division."""
-
-    def __init__(self, division: Division, pool: TokenPool, batch: int):
-        self.division, self._pool, self._batch = division, pool, batch
-        # ``[layers, ranks]`` KV heads of each rank, copies included.
-        self.held = np.array([[len({p.head for p in rank}) for rank in layer] for layer in division.pieces])
-
-    @torch.inference_mode()
-    def outputs(self, layer: int) -> Tensor:
-        """``[B K, G, D]`` attention of a layer, all ranks' parts merged."""
-        ranks = self.layer(layer)
-        outs, lses = (torch.cat(each) for each in zip(*(rank.attend() for rank in ranks), strict=True))
-        owners = torch.cat([rank.index for rank in ranks])
-        return merge_by_owner(outs, lses, owners, self._batch * self._pool.shape.kv_heads)[0]
-
-    def layer(self, number: int) -> list[RankLayer]:
-        """The part of every rank."""
-        ranks = range(len(self.division.pieces[0]))
-        return [RankLayer(self._pool, self.division, number, rank, self._batch) for rank in ranks]
-
-    @torch.inference_mode()
-    def attention_seconds(self, bench: Bench) -> Times:
-        """``[repeats, layers, ranks]`` of the attention of every rank, one layer after the other."""
-        layers = range(len(self.division.pieces))
-        return np.stack([bench.by_turns([each.attend for each in self.layer(at)]) for at in layers], axis=1)
-
-
-def check_same(name: str, found: Tensor, expected: Tensor, tolerance: float) -> float:
-    """The largest difference, relative to the largest output."""
-    difference = float((found - expected).abs().max() / expected.abs().max())
-    if not difference <= tolerance:
-        raise MegaKVError(f"{name}: outputs differ from those of contiguous heads by {difference:.1e} of the largest")
-    return difference

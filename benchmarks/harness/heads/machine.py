@@ -1,8 +1,8 @@
-"""Decode steps of tensor-parallel ranks that are not there: of every rank the kernels, timed alone on this machine.
+"""Decode steps of tensor-parallel ranks that are not there: of every rank the kernels, timed alone on one device.
 
-A layer lasts as long as the slowest rank's attention and projections, then the MLP, which ranks share evenly; the cost
-model adds what no single rank can show: sums over ranks, what sharing heads takes, and a layer's small operations. So
-ranks do not compete here for memory, as they would as processes of one host. The output head is left out.
+A layer lasts as long as the slowest rank's attention and projections, then the MLP, which ranks share evenly. With a
+profile the cost model adds what no single rank can show: sums over ranks, what sharing heads takes, and a layer's small
+operations. So ranks do not compete here for memory, as they would as processes of one host. There is no output head.
 """
 
 from __future__ import annotations
@@ -16,22 +16,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from megakv.attention.merge import merge_by_owner
+from megakv.base.errors import MegaKVError
 from megakv.costmodel.dense import TokenTimes
-from megakv.costmodel.hardware import load_profile
+from megakv.costmodel.hardware import HardwareProfile, load_profile
 from megakv.costmodel.head_times import HeadTimes, RankWork
 from megakv.costmodel.shape import ModelShape
 
 from ..models import DTYPES, model_config
-from ..profiles import keep, lone_profile
+from ..predictions import lone_profile
 from ..statistics import RESAMPLES, SEED, Interval, interval
 from .division import Division, make_division, skewed_budgets
-from .kernels import Bench, Dense, HeadShape, TokenPool, VirtualRanks
+from .kernels import Bench, Dense, HeadShape, RankLayer, TokenPool
 
 Row = Mapping[str, Any]
 EXCHANGED = ("exchange", "exchange_inside", "exchange_collective", "sums", "devices_per_host")
+TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 5e-3}
 HOW = (
-    "the kernels of every rank timed alone on one machine, one rank after the other, and put together by the cost "
-    "model: no step of so many ranks was measured"
+    "the kernels of every rank timed alone on one device, one rank after the other, and put together: no step of so "
+    "many ranks was measured"
 )
 
 
@@ -40,54 +43,72 @@ class VirtualMachine:
 
     def __init__(self, arguments: argparse.Namespace, sums: Path):
         self._arguments = arguments
-        device, dtype = torch.device("cpu"), DTYPES[arguments.dtype]
+        device, dtype = torch.device(arguments.device), DTYPES[arguments.dtype]
         heads = arguments.kv_heads * arguments.group
         config = model_config(argparse.Namespace(**{**vars(arguments), "heads": heads, "vocab": 1}))
         self._model = ModelShape.from_config(config, dtype=dtype)
         self._shape = HeadShape(arguments.kv_heads, arguments.group, arguments.head_dim, dtype, device)
-        own, other = lone_profile(device, self._model, arguments.profile_seconds), load_profile(sums, setting="--sums")
-        # Its ranks exchange as the other's do.
-        self._profile = own.model_copy(update={name: getattr(other, name) for name in EXCHANGED})
-        keep(self._profile, arguments, "1")
+        self._profile: HardwareProfile | None = None
+        if arguments.profile_seconds:
+            own = lone_profile(device, self._model, arguments.profile_seconds)
+            # Its ranks exchange as the other's do.
+            other = load_profile(sums, setting="--sums")
+            self._profile = own.model_copy(update={name: getattr(other, name) for name in EXCHANGED})
         self._bench = Bench(device, arguments.repeats)
 
+    @torch.inference_mode()
     def measure(self, tp: int, batch: int, kept: int, methods: Sequence[str]) -> list[dict[str, Any]]:
-        """A row for every method."""
-        arguments = self._arguments
-        shared = self._profile.sum_times(tp, shared_memory=True) is not None
-        times = HeadTimes(self._profile, self._model, tp_size=tp, batch=batch, shared_memory=shared)
+        """A row for every method, the first of them contiguous heads."""
+        arguments, times = self._arguments, None
+        if self._profile is not None:
+            shared = self._profile.sum_times(tp, shared_memory=True) is not None
+            times = HeadTimes(self._profile, self._model, tp_size=tp, batch=batch, shared_memory=shared)
         budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)
         divisions = [make_division(name, budgets, ranks=tp, batch=batch, times=times) for name in methods]
-        kernels, feed_forward = self._kernels(divisions, tp, batch)
+        dense = Dense(self._shape, arguments.hidden, arguments.intermediate, batch)
+        pool = TokenPool(self._shape, max(map(max, budgets)), arguments.seed)
+        layers = [self._layer(number, divisions, pool, dense, tp, batch) for number in range(arguments.layers)]
         rows = []
-        for division, seconds in zip(divisions, kernels, strict=True):
+        for index, division in enumerate(divisions):
             row = {"ranks": tp, "batch": batch, "kept": kept, "method": division.name}
-            row |= {"rank_kernel_seconds": seconds.tolist(), "feed_forward_seconds": feed_forward.tolist()}
-            rows.append({**row, **self._modelled(division, times), **division.facts()})
+            for name, place in (("attention_seconds", 0), ("rank_kernel_seconds", 1)):
+                row[name] = np.stack([each[:, index, :, place] for each, _ in layers], axis=1).tolist()
+            row["feed_forward_seconds"] = np.stack([shared for _, shared in layers], axis=1).tolist()
+            rows.append({**row, **(self._modelled(division, times) if times else {}), **division.facts()})
         return rows
 
-    def _kernels(self, divisions: Sequence[Division], tp: int, batch: int) -> tuple[Any, Any]:
-        """Seconds: by division attention and projections, ``[repeats, layers, ranks]``; MLP ``[repeats, layers]``."""
-        arguments = self._arguments
-        longest = max(max(row) for division in divisions for row in division.budgets)
-        pool = TokenPool(self._shape, longest, arguments.seed)
-        dense = Dense(self._shape, arguments.hidden, arguments.intermediate, batch)
-        virtual, found, shared = [VirtualRanks(each, pool, batch) for each in divisions], [], []
-        for layer in range(arguments.layers):
-            works: list[Any] = []
-            for ranks in virtual:
-                for rank, heads in zip(ranks.layer(layer), ranks.held[layer].tolist(), strict=True):
-                    works.append(lambda rank=rank, heads=heads: (dense.projections(heads), rank.attend()))
-                works.append(partial(dense.feed_forward, tp))
-            with torch.inference_mode():
-                seconds = self._bench.by_turns(works).reshape(arguments.repeats, len(divisions), tp + 1)
-            found.append(np.moveaxis(seconds[..., :tp], 1, 0))
-            shared.append(seconds[..., tp].mean(axis=1))
-        return np.stack(found, axis=2), np.stack(shared, axis=1)
+    def _layer(
+        self, number: int, divisions: Sequence[Division], pool: TokenPool, dense: Dense, tp: int, batch: int
+    ) -> tuple[Any, Any]:
+        """Seconds ``[repeats, divisions, ranks, 2]``, of attention and with projections; ``[repeats]`` of the MLP."""
+        ranks = [[RankLayer(pool, each, number, rank, batch) for rank in range(tp)] for each in divisions]
+        if number == 0:
+            self._check(divisions, ranks)
+        works: list[Any] = [partial(dense.feed_forward, tp)]
+        for division, own in zip(divisions, ranks, strict=True):
+            for rank, pieces in zip(own, division.pieces[number], strict=True):
+                heads = len({piece.head for piece in pieces})
+                works.append(rank.attend)
+                works.append(lambda rank=rank, heads=heads: (dense.projections(heads), rank.attend()))
+        seconds = self._bench.by_turns(works)
+        return seconds[:, 1:].reshape(len(seconds), len(divisions), tp, 2), seconds[:, 0]
+
+    def _check(self, divisions: Sequence[Division], ranks: Sequence[Sequence[RankLayer]]) -> None:
+        """Every way must compute what contiguous heads do."""
+        found = []
+        for own in ranks:
+            outs, lses = (torch.cat(each) for each in zip(*(rank.attend() for rank in own), strict=True))
+            owners = torch.cat([rank.index for rank in own])
+            found.append(merge_by_owner(outs, lses, owners, own[0].rows)[0])
+        for division, out in zip(divisions, found, strict=True):
+            difference = float((out - found[0]).abs().max() / found[0].abs().max())
+            if not difference <= TOLERANCE[self._arguments.dtype]:
+                raise MegaKVError(f"{division.name}: outputs differ by {difference:.1e} of contiguous heads' largest")
 
     def _modelled(self, division: Division, times: HeadTimes) -> dict[str, float]:
         """Predicted seconds: of the whole step, and of all in it but kernels."""
         predicted = exchanged = 0.0
+        assert self._profile is not None
         dense = TokenTimes(self._profile, self._model, tp_size=times.tp_size)
         issued = times.attention([RankWork(0, 0)] * times.tp_size)
         works = division.works(times.batch)
@@ -98,16 +119,20 @@ class VirtualMachine:
         return {"predicted_step_s": predicted, "modelled_s": exchanged}
 
 
-def step_seconds(row: Row, rounds: Any = slice(None)) -> float:
-    """A row's step: of every rank and layer the median of some rounds, and the slowest rank's of every layer."""
-    ranks, shared = (np.asarray(row[name])[rounds] for name in ("rank_kernel_seconds", "feed_forward_seconds"))
-    kernels = np.median(ranks, axis=0).max(axis=-1) + np.median(shared, axis=0)
-    return float(kernels.sum()) + float(row["modelled_s"])
+def step_seconds(row: Row, rounds: Any = slice(None), *, whole: bool = True) -> float:
+    """A row's step, or its attention: of each rank the median of some rounds, and the slowest rank's of each layer."""
+    name = "rank_kernel_seconds" if whole else "attention_seconds"
+    slowest = np.median(np.asarray(row[name])[rounds], axis=0).max(axis=-1)
+    if not whole:
+        return float(slowest.sum())
+    shared = np.median(np.asarray(row["feed_forward_seconds"])[rounds], axis=0)
+    return float((slowest + shared).sum()) + float(row.get("modelled_s", 0.0))
 
 
-def step_ratio(slow: Row, fast: Row) -> Interval:
+def step_ratio(slow: Row, fast: Row, *, whole: bool = True) -> Interval:
     """Ratio of two steps of one regime; the interval is over rounds, whose kernels were timed in turn."""
     count, rng = len(slow["rank_kernel_seconds"]), np.random.default_rng(SEED)
     drawn = rng.integers(0, count, (RESAMPLES // 20, count))
-    resampled = np.array([step_seconds(slow, rounds) / step_seconds(fast, rounds) for rounds in drawn])
-    return interval(step_seconds(slow) / step_seconds(fast), resampled)
+    both = [[step_seconds(row, rounds, whole=whole) for rounds in (slice(None), *drawn)] for row in (slow, fast)]
+    value, *resampled = (one / other for one, other in zip(*both, strict=True))
+    return interval(value, np.array(resampled))

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..charts import COLOURS, Chart, bars, lines
 from ..publish import leaves, show
-from ..statistics import Interval, median, paired_ratio
+from ..statistics import Interval, paired_ratio
 from .division import BY_TOKENS, CHOSEN, CONTIGUOUS, UNIFORM
 
 Row = Mapping[str, Any]
@@ -18,23 +18,14 @@ Row = Mapping[str, Any]
 def summarise(rows: Sequence[Row]) -> dict[str, Any]:
     """Summarise one part: gains, against what the kept tokens let one expect."""
     by_name = {row["method"]: row for row in rows}
-    base, uniform = by_name.get(CONTIGUOUS), by_name.get(UNIFORM)
-    kinds = ("speedup", "predicted", "off", "over_uniform", "busy", "profile", "off_profile")
+    base = by_name.get(CONTIGUOUS)
+    kinds = ("speedup", "predicted", "busy")
     found: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
     for name, row in by_name.items():
         if base is not None and name not in (CONTIGUOUS, UNIFORM):
-            gain = paired_ratio(base["seconds"], row["seconds"])
-            predicted = base["slowest_tokens"] / row["slowest_tokens"]
-            found["speedup"][name] = gain.to_json()
-            found["predicted"][name] = predicted
-            found["off"][name] = gain.value / predicted - 1
-        if uniform is not None and name != UNIFORM:
-            found["over_uniform"][name] = paired_ratio(row["seconds"], uniform["seconds"]).to_json()
-        if row.get("predicted_s") is not None:
-            found["profile"][name] = row["predicted_s"]
-            found["off_profile"][name] = median(row["seconds"]).value / row["predicted_s"] - 1
-        if "busy" in row:
-            found["busy"][name] = sum(row["busy_rates"]) / len(row["busy_rates"])
+            found["speedup"][name] = paired_ratio(base["seconds"], row["seconds"]).to_json()
+            found["predicted"][name] = base["slowest_tokens"] / row["slowest_tokens"]
+        found["busy"][name] = sum(row["busy_rates"]) / len(row["busy_rates"])
     return found
 
 
@@ -42,7 +33,7 @@ def show_part(title: str, rows: Sequence[Row], summary: Row) -> None:
     said = {row["method"]: dict(row) for row in rows}
     for entry in leaves(summary, "kind", "method"):
         said[entry["method"]][entry["kind"]] = entry["value"]
-    columns = "method seconds:ms busy:% utilisation:% speedup predicted off:% profile:ms off_profile:% over_uniform"
+    columns = "method seconds:ms predicted_s:ms busy:% utilisation:% speedup predicted"
     show(list(said.values()), columns, title)
 
 
@@ -65,7 +56,7 @@ def gains(
     ratio: Callable[[Row, Row], Interval],
     step_s: Callable[[Row], float],
 ) -> dict[str, Any]:
-    """Gains over contiguous heads, measured and predicted, and how far the one is from the other."""
+    """Gains over contiguous heads, measured and, with a profile, predicted, and how far the one is from the other."""
     measured: dict[str, dict[str, Any]] = {}
     expected: dict[str, dict[str, float]] = {}
     errors, steps = [], []
@@ -73,9 +64,12 @@ def gains(
         base = methods[CONTIGUOUS]
         others = {method: row for method, row in methods.items() if method != CONTIGUOUS}
         measured[name] = {method: ratio(base, row).to_json() for method, row in others.items()}
-        expected[name] = {method: base[predicted] / row[predicted] for method, row in others.items()}
-        errors += [abs(measured[name][method]["value"] / gain - 1) for method, gain in expected[name].items()]
-        steps += [abs(row[predicted] / step_s(row) - 1) for row in methods.values()]
+        if predicted in base:
+            expected[name] = {method: base[predicted] / row[predicted] for method, row in others.items()}
+            errors += [abs(measured[name][method]["value"] / gain - 1) for method, gain in expected[name].items()]
+            steps += [abs(row[predicted] / step_s(row) - 1) for row in methods.values()]
+    if not errors:
+        return {"measured_gain": measured}
     return {
         "prediction_median_error": float(np.median(errors)),
         "prediction_largest_error": max(errors),
@@ -88,7 +82,7 @@ def gains(
 
 
 def show_gains(regimes: Mapping[str, Mapping[str, Row]], summary: Row, columns: str, title: str) -> None:
-    kinds = ("measured_gain", "predicted_gain")
+    kinds = [kind for kind in ("measured_gain", "predicted_gain", "attention_gain") if kind in summary]
     said = [
         {**row, **{kind: summary[kind][name].get(method) for kind in kinds}}
         for name, methods in regimes.items()

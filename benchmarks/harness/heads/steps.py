@@ -25,7 +25,7 @@ from megakv.distributed.mesh import make_mesh
 
 from ..methods import ContextParallel, Generation
 from ..models import DTYPES, begin_whole, model_config, random_ids, without_stop
-from ..profiles import measured_profile
+from ..predictions import measured_profile
 from ..sampling import Agreement, Method, measure
 from ..statistics import median
 from ..world import World
@@ -212,10 +212,10 @@ def measure_part(
     return rows
 
 
-def head_times(world: World, arguments: argparse.Namespace, name: str, **size: int) -> Any:
+def head_times(world: World, arguments: argparse.Namespace, **size: int) -> Any:
     """The cost model of steps of any batch, from a profile measured now. Every rank must call it."""
     model = ModelShape.from_config(model_config(arguments), dtype=DTYPES[arguments.dtype])
-    profile = measured_profile(world, model, arguments, name=name, **size)
+    profile = measured_profile(world, model, arguments, **size)
     shared = profile.sum_times(world.size, shared_memory=True) is not None
     return lambda batch: HeadTimes(profile, model, tp_size=world.size, batch=batch, shared_memory=shared)
 
@@ -227,7 +227,7 @@ def measure_parts(arguments: argparse.Namespace, world: World, parts: Sequence[s
     divisions = [make_division(name, budgets, **place) for name in arguments.methods]
     predicted: dict[tuple[str, str], float] = {}
     if arguments.profile_seconds and world.size > 1:
-        times = head_times(world, arguments, str(world.size))(arguments.batch)
+        times = head_times(world, arguments)(arguments.batch)
         outputs = arguments.batch * arguments.heads * arguments.head_dim * DTYPES[arguments.dtype].itemsize
         for division in divisions:
             entries = [division.shared_entries(layer) for layer in range(arguments.layers)]
@@ -251,7 +251,7 @@ def measure_regimes(arguments: argparse.Namespace, world: World) -> Rows:
     regime the mapping that the cost model chooses runs against contiguous heads, and two that only count tokens.
     """
     rows: Rows = []
-    times_of = head_times(world, arguments, f"{world.size}-wide", tp_size=world.size)
+    times_of = head_times(world, arguments, tp_size=world.size)
     for batch, kept in tqdm(arguments.regimes, desc="regimes", unit="regime", disable=world.rank != 0):
         place, times = {"ranks": world.size, "batch": batch}, times_of(batch)
         budgets = skewed_budgets(arguments.layers, arguments.kv_heads, kept, arguments.sigma, arguments.seed)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -24,9 +23,8 @@ from megakv.offload.record import StepRecord
 from megakv.offload.times import group_costs
 
 from ..models import DTYPES, drawn_model, random_ids
-from ..publish import Parts
 from .decoder import Decoder, Sample, config_of
-from .plan import CHOICES, IN_MEMORY, TASKS, Case, variant
+from .plan import CHOICES, IN_MEMORY, Case, variant
 
 WARM_UP = 12  # Tokens of an untimed generation, at most: buffers and caches are filled, and costs are learned
 TRIALS = 3  # Such generations by `auto`, which tries its plans in turns before it settles; others have one
@@ -53,7 +51,7 @@ class CaseBench:
         self._ids = random_ids(config.vocab_size, case.prompt, device, case.batch)
         self._stays = device.type == "cpu"
         self._ready_made: dict[str, Decoder] = {}
-        self._known: dict[str, dict[str, Any]] = {}  # What a method's decoder knew after its latest turn
+        self._profiles: dict[str, LayerSpeeds | None] = {}  # By method, what was measured before its first step
         self._tokens: Tensor | None = None
 
     def measure(self, *, least: int, most: int, budget_s: float) -> list[dict[str, Any]]:
@@ -62,7 +60,7 @@ class CaseBench:
             self._expected()
             if self._stays:
                 for name in names:
-                    self._warm_up(name, self._make(name))
+                    self._warm_up(self._make(name))
             turns: dict[str, list[Turn]] = {name: [] for name in names}
             begun = time.perf_counter()
             for count in range(most):
@@ -87,28 +85,22 @@ class CaseBench:
                 row |= {"again_seconds": [step_seconds(turn) for turn in turns[AGAIN]], "again_from": least}
         return rows
 
-    def measure_alone(self, name: str, repeats: int) -> dict[str, Any]:
-        """The row of one method, made anew and measured so many times in a row."""
-        self._stays = False
-        self._expected()
-        return self._row(name, [self._turn(name) for _ in range(repeats)])
-
     def _twin(self, turns: Mapping[str, Sequence[Turn]], names: Sequence[str]) -> str | None:
         """Make the best of what `auto` chooses from once more, where it goes on and there is time for it: its name."""
         choices = [name for name in names if name != "auto"]
         if self._arguments.quick or not choices:
             return None
         best = min(choices, key=medians(turns).__getitem__)
-        self._warm_up(AGAIN, self._make(best, AGAIN))
+        self._warm_up(self._make(best, AGAIN))
         return best
 
     def _turn(self, name: str) -> Turn:
         decoder = self._ready_made.get(name) or self._make(name)
         try:
             if not self._stays:
-                self._warm_up(name, decoder)
+                self._warm_up(decoder)
             turn = [decoder.generate(share, self._case.new) for share in self._shares(decoder)]
-            self._known[name] |= decoder.known()
+            self._profiles[name] = decoder.profile()
         finally:
             if not self._stays:
                 decoder.close()
@@ -117,11 +109,11 @@ class CaseBench:
     def _shares(self, decoder: Decoder) -> Sequence[Tensor]:
         return self._ids.chunk(self._case.groups) if variant(decoder.name).rows else (self._ids,)
 
-    def _warm_up(self, name: str, decoder: Decoder) -> None:
+    def _warm_up(self, decoder: Decoder) -> None:
         new, trials = min(self._case.new, WARM_UP), TRIALS if variant(decoder.name).method == "auto" else 1
-        for trial in range(trials):
-            turn = [decoder.generate(share, new, watch=trial == trials - 1) for share in self._shares(decoder)]
-        self._known.setdefault(name, {})["warm_up_s"] = step_seconds(turn)
+        for _ in range(trials):
+            for share in self._shares(decoder):
+                decoder.generate(share, new)
 
     def _make(self, name: str, kept_as: str = "") -> Decoder:
         made = self._decoder(name, self._case)
@@ -139,11 +131,11 @@ class CaseBench:
         return Decoder(name, self._model, case, self._shape, chunk_tokens=self._arguments.chunk)
 
     def _row(self, name: str, turns: Sequence[Turn]) -> dict[str, Any]:
-        case, known = self._case, self._known[name]
+        case = self._case
         samples = [sample for turn in turns for sample in turn]
         steps = [step for sample in samples for step in sample.steps]
         seconds = [step_seconds(turn) for turn in turns]
-        middle, link_s = statistics.median(seconds), self._rate_gb_s * 1e9
+        middle = statistics.median(seconds)
         same = [torch.cat([sample.tokens for sample in turn]) == self._expected() for turn in turns]
         bytes_in = statistics.mean(sum(sample.bytes_in for sample in turn) for turn in turns)
         bytes_out = statistics.mean(sum(sample.bytes_out for sample in turn) for turn in turns)
@@ -165,7 +157,6 @@ class CaseBench:
             "seconds": seconds,
             "prompt_s": [sum(sample.prompt_s for sample in turn) for turn in turns],
             "decode_s": [sum(sum(sample.all_seconds) for sample in turn) for turn in turns],
-            "warm_up_s": known["warm_up_s"],
             "tokens_per_s": case.batch / middle,
             "bytes_in": bytes_in,
             "bytes_out": bytes_out,
@@ -173,25 +164,13 @@ class CaseBench:
             "cache_bytes": case.cache_bytes(self._shape),
             "tokens_equal": all(bool(each.all()) for each in same),
             "token_agreement": statistics.mean(each[:, -case.new :].double().mean().item() for each in same),
-            "link_utilisation": bytes_in / link_s / middle,
+            "link_utilisation": bytes_in / (self._rate_gb_s * 1e9) / middle,
         }
-        if known["busy"] is not None:
-            row["compute_utilisation"] = known["busy"]
-        elif all(sample.waited_s is not None for sample in samples):
+        if all(sample.waited_s is not None for sample in samples):
             waited = sum(sample.waited_s or 0.0 for sample in samples)
             row["compute_utilisation"] = 1 - waited / sum(statistics.mean(sample.seconds) for sample in samples)
-        if case.part == "throughput":
-            row["timeline"] = timeline(turns[-1][-1])
         if steps:
             row |= planned(steps, turns)
-            # Figure 10, seconds of a step's tasks: transfers are their bytes over the link's rate, and overlap others.
-            recomputed_from = row["recomputed"] * known["input_bytes"] * self._layers
-            kept = case.batch * known["input_bytes"] * self._layers
-            cache = max(0.0, bytes_in - row["weight_bytes"] - recomputed_from)
-            moved = row["weight_bytes"], cache, recomputed_from, max(0.0, bytes_out - kept), kept
-            times = [nbytes / link_s for nbytes in moved]
-            times.insert(TASKS.index("compute"), row.get("compute_utilisation", 0.0) * middle)
-            row["breakdown_s"] = dict(zip(TASKS, times, strict=True))
             if (io := turns[-1][-1].disk_io) is not None:
                 row |= {
                     "in_memory_share": case.in_memory,
@@ -213,7 +192,7 @@ class CaseBench:
             return
         alone = self._empty_step()
         for row in rows:
-            profile: LayerSpeeds | None = self._known[row["method"]]["profile"]
+            profile = self._profiles[row["method"]]
             if profile is not None and not row["lossy"]:
                 tokens = round(statistics.median(cached for cached, _ in row["split_points"]))
                 row["forecast_s"] = self._forecast(row["method"], profile, tokens, alone / self._layers)
@@ -234,18 +213,6 @@ class CaseBench:
         # Where that leaves nothing, all is sent.
         splits = [split for way in ways if (split := way.split(group)) is not None] or [Split(tokens)]
         return min(pipeline_seconds([layer_times(group, split)], self._layers) for split in splits)
-
-
-def one_by_one(case: Case, bench: CaseBench, parts: Parts, least: int) -> list[dict[str, Any]]:
-    """The rows of a case whose methods cannot stand side by side: each is kept when it is measured."""
-    rows = []
-    for method in case.methods:
-        kept = parts.read(f"{case.name}-{method}")
-        if kept is None or len(kept["row"]["seconds"]) < least:
-            kept = {"row": bench.measure_alone(method, least)}
-            parts.write(f"{case.name}-{method}", kept)
-        rows.append(kept["row"])
-    return rows
 
 
 def contenders(turns: Mapping[str, Sequence[Turn]]) -> tuple[str, ...]:
@@ -283,16 +250,4 @@ def planned(steps: Sequence[StepRecord], turns: Sequence[Turn]) -> dict[str, Any
         "recomputed": calls * statistics.mean(step.split.recomputed for step in steps),
         "on_host": calls * statistics.mean(step.split.on_host for step in steps),
         "weight_bytes": calls * statistics.mean(step.weight_bytes for step in steps),
-        "plans": {name: sum(step.plan.name == name for step in steps) for name in {step.plan.name for step in steps}},
-    }
-
-
-def timeline(sample: Sample) -> dict[str, list[float]]:
-    """Ends of a generation's counted steps, the share of computing where known, and bytes on the device."""
-    ends = itertools.accumulate(step.measured_s for step in sample.steps)
-    busy = [1 - step.waited_s / step.measured_s for step in sample.steps] if sample.waited_s is not None else []
-    return {
-        "seconds": [round(end, DIGITS) for end in ends],
-        "compute_utilisation": [round(share, DIGITS) for share in busy],
-        "device_bytes": [float(nbytes) for nbytes in sample.device_bytes],
     }

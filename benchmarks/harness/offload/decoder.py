@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import AutoConfig, DynamicCache, PreTrainedConfig, PreTrainedM
 
 import megakv
 from megakv.costmodel.shape import ModelShape
+from megakv.offload.costs import LayerSpeeds
 from megakv.offload.link import EmulatedLink
 from megakv.offload.record import StepRecord
 
@@ -29,7 +30,6 @@ from .plan import IN_MEMORY, LARGE, OTHERS, PAGE_KIB, SMALL, WINDOW, WINDOWED, C
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 
 WARM = 3  # Steps that are left out: they fill the pipeline, and the costs of the first are not learned yet
-WATCHED = 2  # Steps in which it is looked how busy kernels keep a GPU: reading a trace of more takes minutes
 PASS_TOKENS = 64 << 10  # On a GPU, longer prompts are read in pieces of so many: what layers compute with must fit, too
 ATTENTION_PIECES = (
     2  # Pieces that an attention's weights come in, row-by-row: those for keys and values, and the others
@@ -50,42 +50,6 @@ def pinned_copy_gb_s(device: torch.device) -> float:
         torch.cuda.synchronize(device)
         rates.append(COPY_BYTES / (time.perf_counter() - begun) / 1e9)
     return statistics.median(rates)
-
-
-def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How much of a line some spans cover, of which several may lie over each other."""
-    total, end = 0.0, float("-inf")
-    for first, last in sorted(spans):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return total
-
-
-class KernelWatch:
-    """Looks, from one token of a generation to another, in how much of the time the accelerator computes."""
-
-    def __init__(self, first: int, last: int):
-        self.busy: float | None = None
-        self._first, self._last = first, last
-        self._begun = 0.0
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-
-    def token(self, number: int) -> None:
-        """A token is there, and nothing is computed."""
-        if number == self._first:
-            self._profile.start()
-            self._begun = time.perf_counter()
-        elif number == self._last:
-            seconds = time.perf_counter() - self._begun
-            self._profile.stop()
-            kernels = [
-                (event.time_range.start, event.time_range.end)
-                for event in self._profile.events()
-                if event.device_type == torch.autograd.DeviceType.CUDA
-                and not event.name.startswith(("Memcpy", "Memset"))
-            ]
-            # In microseconds.
-            self.busy = covered(kernels) / 1e6 / seconds
 
 
 def config_of(model: str, arguments: argparse.Namespace, *, positions: int = 1) -> PreTrainedConfig:
@@ -137,10 +101,8 @@ class Decoder:
 
     def __init__(self, name: str, model: PreTrainedModel, case: Case, shape: ModelShape, *, chunk_tokens: int):
         self.name = name
-        self.busy: float | None = None
         self._case, self._shape, self._model = case, shape, model
         self._engine: Any = None
-        self._watch: KernelWatch | None = None
         self._weight_bytes = weight_bytes(model)
         if model.device.type == "cuda":
             get_accelerator().empty_cache()
@@ -172,10 +134,9 @@ class Decoder:
         if asked.coarse:
             _wait_for_attention(self._engine._offloader)
 
-    def generate(self, ids: Tensor, new: int, *, watch: bool = False) -> Sample:
-        """Greedy tokens for a batch of prompts; with `watch`, on CUDA, how busy kernels keep it."""
+    def generate(self, ids: Tensor, new: int) -> Sample:
+        """Greedy tokens for a batch of prompts."""
         on_gpu = ids.device.type == "cuda"
-        self._watch = KernelWatch(WARM + 1, WARM + 1 + WATCHED) if watch and on_gpu else None
         options: dict[str, Any] = {"num_beams": self._case.beams}
         if on_gpu and ids.numel() > PASS_TOKENS:
             options["prefill_chunk_size"] = PASS_TOKENS // len(ids)
@@ -187,8 +148,6 @@ class Decoder:
             sample.device_bytes = [self._weight_bytes + self._kv_bytes(sample.tokens)] * len(sample.seconds)
         else:
             sample = self._offloaded(ids, new, options)
-        if self._watch is not None:
-            self.busy = self._watch.busy
         if on_gpu:
             most = get_accelerator().max_memory_allocated() - (self._weight_bytes if self._case.weights else 0)
             sample.device_bytes = [int(most)] * len(sample.seconds)
@@ -198,7 +157,7 @@ class Decoder:
         self, model: Any, ids: Tensor, new: int, options: dict[str, Any], *probes: Callable[[], float]
     ) -> tuple[Sample, list[tuple[float, ...]]]:
         """A generation, and what the probes said at each token."""
-        clock = StepClock(*probes, watch=None if self._watch is None else self._watch.token)
+        clock = StepClock(*probes)
         tokens, clock = clocked(model.generate, ids, new, clock, **options)
         return Sample(tokens, clock.seconds(), clock.prompt_s), clock.noted
 
@@ -239,15 +198,10 @@ class Decoder:
         """Bytes of the keys and values of a generation's tokens."""
         return tokens.numel() * len(self._shape.layers) * self._shape.attention().kv_row_bytes
 
-    def known(self) -> dict[str, Any]:
-        """How busy kernels were, the first profile, and bytes of a token's activations in a layer."""
+    def profile(self) -> LayerSpeeds | None:
+        """Speeds that were measured before the first step."""
         costs = getattr(getattr(self._engine, "_offloader", None), "costs", None)
-        profile = None if costs is None else costs.profile
-        return {
-            "busy": self.busy,
-            "profile": None if costs is None else costs.measured,
-            "input_bytes": 0 if profile is None else profile.input_bytes,
-        }
+        return None if costs is None else costs.measured
 
     def close(self) -> None:
         if self._engine is not None:

@@ -33,7 +33,6 @@ PARTS = {
     "objective": "the same batch row by row and column by column, and as the objective of throughput chooses",
     "budget": "a quarter of a prompt's keys and values is kept, beside all of them",
 }
-TASKS = ("load weights", "load cache", "load activations", "compute", "store cache", "store activations")
 PAGE_KIB = 512
 DISK_SHARE = 0.5  # Of a link's bandwidth, what the disk behind it gives
 LARGE = {
@@ -213,9 +212,3 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
             for beams in plan.beams
         ]  # fmt: skip
     return found
-
-
-def identity(arguments: argparse.Namespace) -> dict[str, object]:
-    """Settings that must be the same for cases to be reported together."""
-    names = ("gpu", "quick", "layers", "hidden", "heads", "dtype", "chunk", "threads")
-    return {name: getattr(arguments, name) for name in names}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..charts import Chart, groups
-from ..publish import table
+from ..publish import show
 from ..statistics import Interval, paired_ratio
 from .plan import CHOICES, LARGE, OTHERS, PARTS, SMALL, variant
 
@@ -53,10 +53,6 @@ def step_s(row: Row) -> float:
     return statistics.median(row["seconds"])
 
 
-def prompt_s(row: Row) -> float:
-    return statistics.median(row["prompt_s"])
-
-
 def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
     """Verdicts over the rows; `exact_type`: recomputed keys and values equal the stored ones, as in float32."""
     cases: dict[str, dict[str, Row]] = {}
@@ -73,13 +69,11 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
         "lossy_token_agreement": min((row["token_agreement"] for row in lossy), default=None),
         "auto_over_best": max((found.value for found in regrets.values()), default=None),
         "auto_over_best_by_case": {name: found.to_json() for name, found in regrets.items()},
-        "auto_took_best_by_case": {name: _took_best(found) for name, found in auto.items()},
         "same_twice_by_case": {name: found.to_json() for name, found in twice.items() if found is not None},
         "prediction_median_error": _median(error for row in rows for error in row.get("prediction_errors", ())),
         "predictions": _predictions(rows),
         "speedup_over_stream": _speedups(cases, "stream"),
         "speedup_over_row_stream": _speedups(cases, "row_stream"),
-        "prompt_speedup_over_row_stream": _speedups(cases, "row_stream", prompt_s),
         "speedup_over_kvpr_coarse": _speedups(cases, "kvpr_coarse"),
         "speedup_over_transformers": _speedups(cases, OTHERS),
         "objective": {name: _chosen(found) for name, found in cases.items() if CHOSEN in found},
@@ -89,21 +83,10 @@ def summarise(rows: Sequence[Row], *, exact_type: bool) -> dict[str, Any]:
 
 def _regret(found: Mapping[str, Row]) -> Interval:
     """The time of `auto` over that of the best of what it chooses from: the median of the ratios within rounds."""
-    best = _best(found)
+    best = min((found[method] for method in CHOICES if method in found), key=step_s)
     # Where the best had fewer rounds than `auto`, those.
     rounds = min(len(found["auto"]["seconds"]), len(best["seconds"]))
     return paired_ratio(found["auto"]["seconds"][:rounds], best["seconds"][:rounds])
-
-
-def _took_best(found: Mapping[str, Row]) -> float:
-    """The share of its steps for which `auto` took the best: where it is 1, it is but a second such engine."""
-    plans = found["auto"]["plans"]
-    return plans.get(_best(found)["method"], 0) / sum(plans.values())
-
-
-def _best(found: Mapping[str, Row]) -> Row:
-    """The row of the fastest of what `auto` chooses from."""
-    return min((found[method] for method in CHOICES if method in found), key=step_s)
 
 
 def _chosen(found: Mapping[str, Row]) -> dict[str, Any]:
@@ -142,15 +125,13 @@ def _same_twice(found: Mapping[str, Row]) -> Interval | None:
 def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
     """How near a case's median step was to what was predicted, over all cases and methods."""
     known = [row for row in rows if "predicted_s" in row]
-    errors = {f"{case_of(row)}, {row['method']}": row["predicted_s"] / step_s(row) - 1 for row in known}
-    worst = max(errors, key=lambda name: abs(errors[name]), default=None)
+    errors = [abs(row["predicted_s"] / step_s(row) - 1) for row in known]
     # From what was measured before the first step, and a step in memory.
     forecasts = [abs(row["forecast_s"] / step_s(row) - 1) for row in known if "forecast_s" in row]
     return {
         "cases": len(known),
-        "within_10_percent": sum(abs(error) <= CLOSE for error in errors.values()),
-        "median_error": _median(map(abs, errors.values())),
-        "worst": None if worst is None else {"case": worst, "error": errors[worst]},
+        "within_10_percent": sum(error <= CLOSE for error in errors),
+        "median_error": _median(errors),
         "forecasts": len(forecasts),
         "forecast_median_error": _median(forecasts),
         # Without the scheduler's correction, but with what the plan's own steps showed.
@@ -158,12 +139,10 @@ def _predictions(rows: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _speedups(
-    cases: Mapping[str, Mapping[str, Row]], base: str, seconds: Callable[[Row], float] = step_s
-) -> dict[str, dict[str, float]]:
+def _speedups(cases: Mapping[str, Mapping[str, Row]], base: str) -> dict[str, dict[str, float]]:
     """A method's time over those of all others, by case."""
     return {
-        name: {method: seconds(found[base]) / seconds(row) for method, row in found.items() if method != base}
+        name: {method: step_s(found[base]) / step_s(row) for method, row in found.items() if method != base}
         for name, found in cases.items()
         if base in found
     }
@@ -174,17 +153,15 @@ def _median(values: Iterable[float]) -> float | None:
     return statistics.median(listed) if listed else None
 
 
-def tables(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """One for each setting, title and lines: what every method of its cases took."""
-    made = []
+def show_tables(rows: Sequence[Row]) -> None:
+    """Print a table for each setting: what every method of its cases took."""
     for part, own in settings(rows):
         shown = []
         for row in own:
             cached, recomputed = row["split_points"][-1] if "split_points" in row else (None, None)
             last = {"cached_last": cached, "recomputed_last": recomputed, "on_host": row.get("on_host")}
             shown.append({**row, "label": variant(row["method"]).title, "step_s": step_s(row), **last})
-        made.append({"title": f"{PARTS[part]}, {place_words(own)}", "lines": table(shown, COLUMNS)})
-    return made
+        show(shown, COLUMNS, f"{PARTS[part]}, {place_words(own)}\n")
 
 
 def place_words(rows: Sequence[Row]) -> str:

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import megakv
-from megakv.attention.chain import ChainLink, ChainPlan
-from megakv.attention.method import AttentionCall
-from megakv.attention.partial import PackedAttention
-from megakv.attention.ring import KVFormat
-from megakv.attention.runahead import Runahead
 from megakv.base.partition import Partition, even, from_fractions
 from megakv.launcher.search import search
 from megakv.runahead.table import load_table
@@ -28,24 +20,12 @@ from megakv.runahead.table import load_table
 from ..methods import ContextParallel, Peers, Prefill
 from ..models import random_ids
 from ..noise import QUIET, Switch
-from ..profiles import measured_profile, shape_of
+from ..predictions import measured
 from ..sampling import Agreement, Samples, measure
 from ..world import World
-from .plan import APART, NOISES, NOISY, Group, profile_path
+from .plan import CHOSEN, NOISES, NOISY, Group
 
 MAY_CHOOSE = ("runahead", "pass_kv", "pass_q")
-
-
-def group_profile(arguments: argparse.Namespace, group: Group, world: World, model: PreTrainedModel) -> str | None:
-    """The file of a group's hardware profile: kept by an earlier run, or measured now; None if there is none."""
-    path = profile_path(group, Path(arguments.parts))
-    # Rank 0's view decides: another rank may see the file a moment later.
-    if arguments.profile_seconds and not world.gather(path.exists())[0]:
-        profile = measured_profile(world, shape_of(model), arguments)
-        if world.rank == 0:
-            profile.save(path)
-        world.barrier()
-    return str(path) if path.exists() else None
 
 
 class Searches:
@@ -58,16 +38,13 @@ class Searches:
         self._options = {"step": arguments.search_step, "patience": arguments.search_patience}
         self._options |= {"repeats": arguments.search_repeats, "profile": profile, "full_grid": False}
 
-    def search(self, context: int) -> dict[str, Any] | None:
-        """Find the partition of a length that the table does not have: what it came to, as JSON, on rank 0."""
+    def search(self, context: int) -> None:
+        """Find the partition of a length that the table does not have."""
         if self._world.gather(any(entry.context == context for entry in self._table().entries))[0]:
-            return None
+            return
         picture = str(self._path.with_name(f"{self._path.stem}-{context}.png"))
         words = {"model": "model", "contexts": [str(context)], "table": str(self._path), "png": picture}
-        found = search(self._engine, self._engine._config, argparse.Namespace(**words, **self._options))
-        if found is None:
-            return None
-        return {**asdict(found[0]), "trials": [trial.model_dump() for trial in found[0].trials]}
+        search(self._engine, self._engine._config, argparse.Namespace(**words, **self._options))
 
     def partition(self, context: int) -> Partition:
         return from_fractions(next(e.fractions for e in self._table().entries if e.context == context), context)
@@ -88,42 +65,50 @@ class Searches:
 class CaseBench:
     """Measures one case after the other. Every rank must make the same calls; the model is whole on every rank."""
 
-    def __init__(self, arguments: argparse.Namespace, group: Group, world: World, peers: Peers):
+    def __init__(self, arguments: argparse.Namespace, group: Group, world: World, peers: Peers, folder: Path):
         self._arguments, self._group, self._world, self._peers = arguments, group, world, peers
-        self._profile = group_profile(arguments, group, world, peers.model)
-        self._table = Path(arguments.parts) / "tables" / f"{group.name}.json"
-        self._table.parent.mkdir(parents=True, exist_ok=True)
-        self.searches = Searches(chain_engine(peers, "chain"), world, arguments, self._table, self._profile)
+        self._known = measured(world, peers.model.config, peers.model.dtype, arguments)
+        self._profile: str | None = None
+        if self._known is not None:
+            # Engines read it from a file that all ranks see.
+            self._profile = str(folder / "profile.json")
+            if world.rank == 0:
+                self._known.profile.save(Path(self._profile))
+            world.barrier()
+        self._table = folder / "table.json"
+        self._searches = Searches(chain_engine(peers), world, arguments, self._table, self._profile)
 
     def measure(self, context: int) -> list[dict[str, Any]]:
         """The rows of one length of prompt; all methods must compute the first one's logits."""
         arguments, world, group = self._arguments, self._world, self._group
+        for length in group.searched(arguments.methods, arguments.table_spacing, context):
+            self._searches.search(length)
         names = group.methods(arguments.methods, context, arguments.table_spacing)
         ids = random_ids(arguments.vocab, context, world.device)
-        agreement = Agreement(world, arguments.dtype)
         # What auto may use of the table has changed since the last case.
         self._peers.drop("auto")
-        runs = [
-            (name, noise)
-            for name in names
-            if name not in APART
-            for noise in (NOISES if group.noise and name in NOISY else (QUIET,))
-        ]
+        runs = [(name, noise) for name in names for noise in (NOISES if group.noise and name in NOISY else (QUIET,))]
         switch = Switch(Path(arguments.switch), world.rank, world.size) if group.noise else None
         switched = [[partial(switch.next_run, name, noise)] if switch else [] for name, noise in runs]
         methods = [self._method(name, ids, *steps) for (name, _), steps in zip(runs, switched, strict=True)]
         least = min(arguments.repeats, arguments.least_repeats)
         limits = {"repeats": arguments.repeats, "least": least, "budget_s": arguments.cell_seconds}
-        samples = measure(world, methods, agreement, **limits)
-        if apart := [name for name in names if name in APART]:
-            runs += [(name, QUIET) for name in apart]
-            rest = [self._method(name, ids) for name in apart]
-            samples += measure(world, rest, agreement, repeats=arguments.bound_repeats)
+        samples = measure(world, methods, Agreement(world, arguments.dtype), **limits)
         place = {"ranks": world.size, "kv_heads": group.kv_heads, "rate": group.rate, "context": context}
-        return [
-            sample.to_row(**place, noise=noise, **self._facts(name, context, sample))
-            for (name, noise), sample in zip(runs, samples, strict=True)
-        ]
+        rows = []
+        for (name, noise), sample in zip(runs, samples, strict=True):
+            row = sample.to_row(**place, noise=noise, **self._facts(name, context, sample))
+            rows.append(row | {"predicted_s": self._predicted(row)})
+        return rows
+
+    def _predicted(self, row: Mapping[str, Any]) -> float | None:
+        """Seconds; None beside a competing flow, which no formula knows."""
+        if row["noise"] != QUIET:
+            return None
+        if row["method"] == "auto":
+            return row["candidates_s"].get(CHOSEN.get(row["auto"]))
+        partition = row["partition"] and tuple(row["partition"])
+        return self._known and self._known.prefill(row["method"], row["context"], partition=partition)
 
     def _method(self, name: str, ids: Tensor, *switch: Callable[[], object]) -> Prefill:
         if name == "auto":
@@ -134,12 +119,8 @@ class CaseBench:
         partition = self._partition(name, ids.shape[1])
         if partition is None:
             return self._peers.prefill(name, ids, *switch)
-        engine = chain_engine(self._peers, "silent" if name == "kvr_silent" else "chain")
-        method = Prefill(name, ContextParallel(engine), ids, partial(engine.partitions.use, partition), *switch)
-        if name == "kvr_silent":
-            silence(engine)
-            method.compared = False
-        return method
+        engine = chain_engine(self._peers)
+        return Prefill(name, ContextParallel(engine), ids, partial(engine.partitions.use, partition), *switch)
 
     def _partition(self, name: str, context: int) -> Partition | None:
         size = self._world.size
@@ -148,10 +129,10 @@ class CaseBench:
                 return even(context, size)
             case "one_rank":
                 return (0,) * (size - 1) + (context,)
-            case "kvr_s" | "kvr_silent":
-                return self.searches.partition(context)
+            case "kvr_s":
+                return self._searches.partition(context)
             case "kvr_p":
-                return self.searches.predicted(context, self._arguments.table_spacing)
+                return self._searches.predicted(context, self._arguments.table_spacing)
         return None
 
     def _facts(self, name: str, context: int, sample: Samples) -> dict[str, Any]:
@@ -167,64 +148,11 @@ class CaseBench:
         return {**facts, "partition": partition and list(partition)}
 
 
-def chain_engine(peers: Peers, name: str) -> megakv.MegaKVEngine:
-    return peers.engine(name, {"prefill": "runahead"}, runahead={"partition": "even"})
+def chain_engine(peers: Peers) -> megakv.MegaKVEngine:
+    return peers.engine("chain", {"prefill": "runahead"}, runahead={"partition": "even"})
 
 
 def chosen(bytes_sent: Sequence[Mapping[str, int]]) -> str:
     """Tell what `auto` chose by what went over the wire most: the last layer's few queries go round with any ring."""
     sent = sum(map(Counter, bytes_sent), Counter())
     return max(MAY_CHOOSE, key=lambda name: sent[name]) if any(sent[name] for name in MAY_CHOOSE) else "one_rank"
-
-
-# The chain without communication, a bound for it: every rank does its work at once, on made-up prefixes
-
-
-class SilentLink(ChainLink):
-    """A place in the chain where nothing is sent, and random numbers stand for what would be received."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._messages: dict[tuple[int, int], Tensor] = {}
-
-    def start_pass(self, plan: ChainPlan) -> None:
-        pass
-
-    def start_layer(self, call: AttentionCall, sizes: Sequence[int], following: Sequence[tuple[int, int]]) -> None:
-        pass
-
-    def send_own(self, call: AttentionCall, plan: ChainPlan, messages: KVFormat) -> None:
-        pass
-
-    def arrivals(self, call: AttentionCall, plan: ChainPlan, messages: KVFormat) -> Iterator[tuple[int, Tensor]]:
-        for index in plan.incoming:
-            key = index, messages.nbytes(index)
-            if key not in self._messages:
-                numbers = torch.randn(key[1] // call.q_HLD.element_size())
-                self._messages[key] = numbers.to(call.q_HLD).view(torch.uint8)
-            yield index, self._messages[key]
-
-
-class SilentQueries:
-    """The visits of the last layer's queries without their ways: every rank attends for random ones at once."""
-
-    def __call__(self, call: AttentionCall) -> tuple[Tensor, Tensor]:
-        heads, _, dim = call.q_HLD.shape
-        found: dict[int, tuple[Tensor, Tensor]] = {}
-        with call.comm.ledger.compute("attention", call.layer):
-            for rank, tokens in enumerate(call.queries):
-                own = rank == call.rank
-                queries = call.q_HLD if own else torch.randn(heads, len(tokens), dim).to(call.q_HLD)
-                attention = PackedAttention(queries, tokens, call.scoring, call.value_dim)
-                for part in call.parts:
-                    attention.add(part)
-                found[rank] = attention.result()
-        return found[call.rank]
-
-
-def silence(engine: megakv.MegaKVEngine) -> None:
-    """Let an engine's chain send nothing from now on: what it computes is worth nothing but its time."""
-    method = engine._runtime.methods["runahead"]
-    assert isinstance(method, Runahead)
-    method._link = SilentLink()
-    engine._runtime.methods["pass_q"] = SilentQueries()

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from ..links import FREE
 from ..noise import ELSEWHERE, LINK, QUIET
 
 TENSOR_PARALLEL = ("tp", "tp_gloo")
-APART = ("single", "single_masked")  # Measured in rounds of their own: bounds follow from them, no claim
 METHODS = (
-    "tsp", "tsp_causal", *TENSOR_PARALLEL, "pass_kv", "pass_q", "kvr_e", "kvr_s", "kvr_p", "kvr_silent", "one_rank",
-    "auto", *APART,
+    "tsp", "tsp_causal", *TENSOR_PARALLEL, "pass_kv", "pass_q", "kvr_e", "kvr_s", "kvr_p", "one_rank", "auto",
 )  # fmt: skip
+CANDIDATES = {"single": "one_rank", "runahead": "kvr_s", "pass_kv": "pass_kv", "pass_q": "pass_q"}
+"""Names of candidates as `auto` has them, and the method that each is."""
+CHOSEN = {method: candidate for candidate, method in CANDIDATES.items()} | {"runahead": "runahead"}
 NOISY = ("tsp", "tsp_causal", "kvr_e", "kvr_s", "pass_kv")  # Also measured beside a competing flow
 NOISES = (QUIET, ELSEWHERE, LINK)
-SEARCH = "search-"  # Beginning of the names of searches that are kept
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,7 @@ class Group:
 
     @property
     def name(self) -> str:
-        """Beginning of its files' names."""
         return f"r{self.ranks}-kv{self.kv_heads}-{self.rate}"
-
-    def case(self, context: int) -> str:
-        return f"{self.name}-{context}"
 
     def methods(self, asked: Sequence[str], context: int, spacing: int) -> list[str]:
         """Methods asked for that there are here."""
@@ -50,27 +44,17 @@ class Group:
             absent.add("kvr_p")
         return [name for name in asked if name not in absent]
 
-    def searched(self, asked: Sequence[str], spacing: int, contexts: Sequence[int] | None = None) -> list[int]:
-        """The lengths that partitions are searched for: those measured, and the neighbours of those predicted."""
-        lengths: set[int] = set()
-        for context in self.contexts if contexts is None else contexts:
-            names = self.methods(asked, context, spacing)
-            if "kvr_s" in names or "kvr_silent" in names:
-                lengths.add(context)
-            if "kvr_p" in names:
-                lengths.update((context // spacing * spacing, (context // spacing + 1) * spacing))
-        return sorted(lengths)
+    def searched(self, asked: Sequence[str], spacing: int, context: int) -> list[int]:
+        """The lengths that partitions are searched for: one measured, and the neighbours of one predicted."""
+        names = self.methods(asked, context, spacing)
+        predicted = [context // spacing * spacing, (context // spacing + 1) * spacing] if "kvr_p" in names else []
+        return sorted({*predicted, *([context] if "kvr_s" in names else [])})
 
-    def words(self, contexts: Sequence[int]) -> list[str]:
-        """Options that ask for this group alone, with some of its contexts; they count where others stand before."""
+    @property
+    def words(self) -> list[str]:
+        """Options that ask for this group alone; they count where others stand before."""
         asked = {"sizes": self.ranks, "kv-heads": self.kv_heads, "rates": self.rate}
-        asked["context"] = ",".join(map(str, contexts))
         return [word for name, value in asked.items() for word in (f"--{name}", str(value))]
-
-
-def profile_path(group: Group, folder: Path) -> Path:
-    """The file of a group's hardware profile, beside its cases."""
-    return folder / "profiles" / f"{group.name}.json"
 
 
 def groups(arguments: argparse.Namespace) -> list[Group]:
@@ -81,17 +65,3 @@ def groups(arguments: argparse.Namespace) -> list[Group]:
         for kv_heads in sorted(arguments.kv_heads, reverse=True)
         for size in arguments.sizes
     ]
-
-
-def identity(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Settings that must be the same for cases to be reported together."""
-    names = ("family", "layers", "hidden", "heads", "intermediate", "vocab", "dtype", "threads")
-    return {name: getattr(arguments, name) for name in names}
-
-
-def is_done(part: Mapping[str, Any] | None, methods: Sequence[str], noise: bool, repeats: int) -> bool:
-    """Whether a case that was kept answers what is asked now."""
-    if part is None:
-        return False
-    wanted = {(name, QUIET) for name in methods} | {(name, LINK) for name in methods if noise and name in NOISY}
-    return wanted <= {(row["method"], row["noise"]) for row in part["rows"]} and part["repeats"] >= repeats

@@ -1,4 +1,4 @@
-"""All that `runahead.py` has measured so far, as tables, charts and a summary."""
+"""What `runahead.py` has measured, as tables, charts and a summary."""
 
 from __future__ import annotations
 
@@ -8,16 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from megakv.costmodel.context_parallel import causal_bound, dense_bound
-
 from ..charts import Chart, lines
 from ..launch import Found, Rows
 from ..models import words_of
 from ..noise import ELSEWHERE, LINK, QUIET
-from ..predictions import CANDIDATES, with_predictions
-from ..publish import Parts, leaves, show, show_summary
-from ..statistics import Case, Interval, judge, median, paired_ratio, ratio
-from .plan import SEARCH, Group, profile_path
+from ..publish import leaves, show, show_summary
+from ..statistics import Case, Interval, judge, median, paired_ratio
+from .plan import CANDIDATES
 
 Row = Mapping[str, Any]
 PEERS = ("tsp", "tsp_causal", "tp", "tp_gloo", "pass_kv")
@@ -25,29 +22,20 @@ SPEEDUPS = (
     *((own, peer) for own in ("kvr_s", "kvr_p", "kvr_e") for peer in PEERS), ("kvr_s", "kvr_e"), ("pass_kv", "tsp"),
 )  # fmt: skip
 """Method and peer: the peer's time over the method's."""
-TIME_RATIOS = (("kvr_p", "kvr_s"), ("kvr_s", "kvr_silent"))  # Time of the one over that of the other
+TIME_RATIOS = (("kvr_p", "kvr_s"),)  # Time of the one over that of the other
 CHOICES = ("one_rank", "kvr_e", "kvr_s", "pass_kv", "pass_q")  # What `auto` may choose from, with any partition
 PLACE = ("ranks", "kv_heads", "rate", "context")
-BOUNDS = {"causal": "TTFT(1) / p", "masked": "TTFT*(p)", "silent": "KVR-S without communication"}
 NAMES = {
     "tsp": "TSP", "tsp_causal": "TSP, causal", "tp_gloo": "TP, gloo", "kvr_e": "KVR-E", "kvr_s": "KVR-S",
     "kvr_p": "KVR-P", "pass_kv": "pass-KV",
 }  # fmt: skip
 
 
-def report(parts: Parts, arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> Found:
-    """All cases that were kept."""
-    rows = [row for case in parts.all("r").values() for row in case["rows"]]
-    if not rows:
-        return [], {}, []
-    groups = {Group(row["ranks"], row["kv_heads"], row["rate"], ()) for row in rows}
-    paths = {group.name: profile_path(group, parts.folder) for group in groups}
-    kept = {name: path for name, path in paths.items() if path.exists()}
-    rows = with_predictions("runahead", arguments, rows, kept.get)
-    searches = {name.removeprefix(SEARCH): found for name, found in parts.all(SEARCH).items()}
-    summary = {**summarise(rows), "searches": searches, "not_measured": dict(skipped)}
-    show_cases(rows, summary)
-    return rows, summary, charts(arguments, summary)
+def report(arguments: argparse.Namespace, rows: Rows, skipped: Mapping[str, str]) -> Found:
+    summary = {**summarise(rows), "not_measured": dict(skipped)} if rows else {}
+    if rows:
+        show_cases(rows, summary)
+    return rows, summary, charts(arguments, summary) if rows else []
 
 
 def cases_of(rows: Sequence[Row]) -> dict[str, dict[str, Row]]:
@@ -87,14 +75,11 @@ def summarise_case(rows: Mapping[str, Row]) -> dict[str, Any]:
     """The verdicts over one case; times, ratios, regrets and losses have intervals."""
     seconds = {name: row["seconds"] for name, row in rows.items()}
     place = {name: next(iter(rows.values()))[name] for name in PLACE}
-    bounds, over = _bounds(seconds, place["ranks"])
     found: dict[str, Any] = {
         **place,
         "ttft_s": {name: median(times).to_json() for name, times in seconds.items()},
         "speedup": _ratios(seconds, {f"{own}/{peer}": (peer, own) for own, peer in SPEEDUPS}),
         "time_ratio": _ratios(seconds, {f"{own}/{other}": (own, other) for own, other in TIME_RATIOS}),
-        "bounds_s": bounds,
-        "over_bound": over,
         "partition": {name: row["partition"] for name, row in rows.items() if row["partition"] is not None},
         "noise_loss": losses(seconds),
     }
@@ -112,20 +97,6 @@ def summarise_case(rows: Mapping[str, Row]) -> dict[str, Any]:
 def _ratios(seconds: Mapping[str, Sequence[float]], pairs: Mapping[str, tuple[str, str]]) -> dict[str, Any]:
     known = {name: pair for name, pair in pairs.items() if set(pair) <= set(seconds)}
     return {name: paired_ratio(seconds[one], seconds[other]).to_json() for name, (one, other) in known.items()}
-
-
-def _bounds(seconds: Mapping[str, Sequence[float]], ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Lower bounds of the TTFT on so many ranks (KV-Runahead, Section 3), and KVR-S's time over them."""
-    shares = {"single": ("causal", causal_bound(1.0, ranks)), "single_masked": ("masked", dense_bound(1.0, ranks))}
-    bounds, over = {}, {}
-    for method, (name, share) in shares.items():
-        if method in seconds:
-            bounds[name] = median(seconds[method]).scaled(share).to_json()
-            if "kvr_s" in seconds:
-                over[name] = ratio(seconds["kvr_s"], seconds[method], paired=False).scaled(1 / share).to_json()
-    if "kvr_silent" in seconds:
-        bounds["silent"] = median(seconds["kvr_silent"]).to_json()
-    return bounds, over
 
 
 def losses(seconds: Mapping[str, Sequence[float]]) -> dict[str, dict[str, dict[str, float]]]:
@@ -159,10 +130,10 @@ def _choice(rows: Mapping[str, Row]) -> Case | None:
 
 def show_cases(rows: Sequence[Row], summary: Mapping[str, Any]) -> None:
     cases = list(summary["cells"].values())
-    place, bounds = "rate kv_heads ranks context", "bounds_s.causal bounds_s.masked"
+    place = "rate kv_heads ranks context"
     methods = " ".join(f"ttft_s.{name}.value" for name in dict.fromkeys(row["method"] for row in rows))
-    show(cases, f"{place} {methods} {bounds}", "Time to first token, seconds (Tables 1 to 3)")
-    parts = ("speedup", "time_ratio", "over_bound")
+    show(cases, f"{place} {methods}", "Time to first token, seconds (Tables 1 to 3)")
+    parts = ("speedup", "time_ratio")
     show_summary({name: {part: case[part] for part in parts} for name, case in summary["cells"].items()})
     show_summary(summary, "noise_loss", "auto_regret", "max_logit_difference")
     predicted = " ".join(f"auto.predicted_over_measured.{name}" for name in CANDIDATES)
@@ -177,14 +148,12 @@ def charts(arguments: argparse.Namespace, summary: Mapping[str, Any]) -> list[Ch
     made = []
     for group in dict.fromkeys(case["group"] for case in cases):
         points = [
-            {"x": case["context"], "y": case[key][name], "line": label, "bound": key == "bounds_s"}
+            {"x": case["context"], "y": case["ttft_s"][name], "line": label}
             for case in cases if case["group"] == group
-            for key, names in (("ttft_s", NAMES), ("bounds_s", BOUNDS))
-            for name, label in names.items() if name in case[key]
+            for name, label in NAMES.items() if name in case["ttft_s"]
         ]  # fmt: skip
         labels = {"title": f"Time to first token by context, {group}", "y_label": "seconds", **words}
-        form: Any = {"looks": lambda row: {"linestyle": "--" if row["bound"] else "-"}, "log_y": True}
-        made.append(lines(f"ttft.{group}", points, "x", "y", "line", **form, **labels))
+        made.append(lines(f"ttft.{group}", points, "x", "y", "line", log_y=True, **labels))
     # What is not published: the speed of runahead over ring pass-KV.
     beside = [{**case, "y": case["speedup"]["kvr_s/pass_kv"]} for case in cases if "kvr_s/pass_kv" in case["speedup"]]
     if beside:

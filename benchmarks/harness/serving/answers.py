@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
-from contextlib import ExitStack
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -19,12 +20,12 @@ from tqdm.asyncio import tqdm as async_tqdm
 from transformers import AutoModelForCausalLM
 
 import megakv
+from megakv.base.errors import MegaKVError
 
 from ..document import Passages
-from ..launch import Rows, Summary
+from ..launch import Rows, Summary, start_ranks
 from ..models import DTYPES, without_stop
 from ..publish import show
-from ..spawned import Spawned
 from ..world import World
 from .server import Client, Reply, megakv_server
 
@@ -59,25 +60,28 @@ def measure(arguments: argparse.Namespace) -> Rows:
     with megakv_server(arguments, dtype=DTYPE) as server:
         asked = asyncio.run(_ask(server.url, passages, arguments))
     # By as many ranks as the server has, one request after the other.
-    with Spawned(arguments.ranks, arguments.threads, _generate, arguments.model) as alone:
-        found = [alone.ask((each.prompt, each.new_tokens)) for each in tqdm(asked, desc="engine.generate alone")]
+    with TemporaryDirectory(prefix="megakv-benchmark-") as folder:
+        given, part = Path(folder) / "asked.json", Path(folder) / "part.json"
+        given.write_text(json.dumps([(each.prompt, each.new_tokens) for each in asked]))
+        options = ["--model", arguments.model, "--asked", str(given), "--part", str(part)]
+        if start_ranks(arguments, options, ranks=arguments.ranks, timeout_s=arguments.timeout):
+            raise MegaKVError("engine.generate alone has failed")
+        found = json.loads(part.read_text())["rows"]
     return [_row(passages, each, *own) for each, own in zip(asked, found, strict=True)]
 
 
-def _generate(model: str, world: World, stack: ExitStack) -> Callable[[Any], Any]:
-    """`engine.generate` of one rank: tokens, and by how much each token's logit is above the second."""
-    loaded = without_stop(AutoModelForCausalLM.from_pretrained(model, dtype=DTYPES[DTYPE]).eval())
-    section = {"context_parallel": {"size": world.size}}
-    engine = stack.enter_context(megakv.init_inference(loaded, {"dtype": DTYPE, "megakv": section}))
-
-    @torch.no_grad()
-    def answer(asked: tuple[list[int], int]) -> tuple[list[int], list[float]]:
-        options = {"max_new_tokens": asked[1], "do_sample": False, "output_logits": True}
-        output = engine.generate(torch.tensor([asked[0]]), **options, return_dict_in_generate=True)
-        best = torch.stack([logits[0].topk(2).values for logits in output.logits])
-        return output.sequences[0, len(asked[0]) :].tolist(), (best[:, 0] - best[:, 1]).tolist()
-
-    return answer
+@torch.no_grad()
+def generate_alone(arguments: argparse.Namespace, world: World) -> list[Any]:
+    """Answers of `engine.generate`, as one of its ranks: tokens, and how far each one's logit is above the second."""
+    loaded = without_stop(AutoModelForCausalLM.from_pretrained(arguments.model, dtype=DTYPES[DTYPE]).eval())
+    section, found = {"context_parallel": {"size": world.size}}, []
+    with megakv.init_inference(loaded, {"dtype": DTYPE, "megakv": section}) as engine:
+        for prompt, new in tqdm(json.loads(Path(arguments.asked).read_text()), disable=world.rank > 0):
+            options = {"max_new_tokens": new, "do_sample": False, "output_logits": True}
+            output = engine.generate(torch.tensor([prompt]), **options, return_dict_in_generate=True)
+            best = torch.stack([logits[0].topk(2).values for logits in output.logits])
+            found.append((output.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).tolist()))
+    return found
 
 
 def _draw(passages: Passages, arguments: argparse.Namespace) -> list[Asked]:

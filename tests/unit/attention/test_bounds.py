@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, Packing, Run, RunTable, load_kernel
+from megakv.attention.compiled import DecodeKernel, Packing, RowTable, Run, load_kernel
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer, random_layer
 from megakv.attention.linear import LinearKernel, load_linear
 from megakv.attention.prefill import PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, Scoring
-from megakv.attention.step import RowTable, StepKernel, TokenStep, load_step
+from megakv.attention.step import StepKernel, TokenStep, load_step
 from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.channel import SLOT_BYTES, Channel, load_channel
 from megakv.distributed.ledger import Ledger
@@ -50,14 +50,14 @@ def test_runs_and_bounds_of_sequences() -> None:
     (k, v), q = pair(), torch.randn(2, 2 * HEADS, 1, DIM)
     own = Run.of(k, v)
 
-    def call(run: Run = own, bounds: Sequence[int] = (0, 1, 2), heads: int = HEADS, value_dim: int = DIM) -> None:
-        table = RunTable.at(np.array([own, run], dtype=np.int64), np.array(bounds, dtype=np.int64))
+    def call(run: Run = own, counts: Sequence[int] = (1, 1), heads: int = HEADS, value_dim: int = DIM) -> None:
+        table = RowTable.at(np.array([own, run], dtype=np.int64), counts)
         kernel.ready(q, table, heads, value_dim, 1.0)()
 
     call()
-    for bounds in ((0, 1, 3), (0, 2, 1), (-1, 1, 2), (0, 2), (0, 1, 2, 2)):
+    for counts in ((1, 2), (2, -1), (-1, 3), (2,), (1, 1, 0)):
         with refused("bounds of sequences"):
-            call(bounds=bounds)
+            call(counts=counts)
     for wrong in (
         {"tokens": ROWS + 1},
         {"tokens": -1},
@@ -97,7 +97,7 @@ def test_drawn_runs_are_refused_where_they_leave_their_memory() -> None:
                  ((run.k_head, run.k_step, run.k_size), (run.v_head, run.v_step, run.v_size)))  # fmt: skip
         fits = min(run[2:7]) >= 0 and (run.tokens == 0 or all(reach))
         counts[fits] += 1
-        ready = kernel.ready(q, RunTable.of([[run]]), HEADS, DIM, 1.0)
+        ready = kernel.ready(q, RowTable.of([[run]]), HEADS, DIM, 1.0)
         if fits:
             ready()
         else:

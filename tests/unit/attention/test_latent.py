@@ -11,7 +11,7 @@ from torch import Tensor
 from megakv.attention.latent import EXPANDED_ROWS, LatentHeads, expanding_pays
 from megakv.attention.partial import KVPart, PackedAttention, PartialAttention
 from megakv.attention.reference import Scoring, dense_attention
-from megakv.attention.together import attend_runs
+from megakv.attention.together import attend_rows
 from megakv.attention.tsp import RectangleAttention
 from megakv.distributed.sharding import TokenBlock
 
@@ -64,9 +64,7 @@ def test_the_compiled_kernel_reads_values_from_the_keys() -> None:
     for sequence, count in enumerate(lengths):
         rows, nothing = rows_of(count)
         parts.append(KVPart(sequence, rows, nothing, np.arange(count), np.arange(count)))
-    assert attend_runs(q, tokens, scoring, parts) is None
-    found = attend_runs(latent.absorb(q), tokens, scoring.absorbed(), parts)
-    assert found is not None
+    found = attend_rows(latent.absorb(q), tokens, scoring.absorbed(), 1, R, parts)
     attention = PackedAttention(q, tokens, scoring, V)
     for part in parts:
         attention.add(part)

@@ -11,7 +11,7 @@ from megakv.attention import together
 from megakv.attention.compiled import DecodeKernel, load_kernel
 from megakv.attention.partial import KVPart, PackedAttention, Scoring
 from megakv.attention.prefill import ROUNDED_TOLERANCE
-from megakv.attention.together import attend_runs, single_rows_apart
+from megakv.attention.together import attend_rows
 from megakv.distributed.sharding import TokenBlock
 
 pytestmark = pytest.mark.skipif(load_kernel()[0] is None, reason=f"no compiled kernel: {load_kernel()[1]}")
@@ -37,8 +37,7 @@ def check(heads: int, tokens: TokenBlock, scoring: Scoring, parts: list[KVPart])
     expected = PackedAttention(queries.double(), tokens, scoring, value_dim)
     for each in parts:
         expected.add(each._replace(k_KSD=each.k_KSD.double(), v_KSD=each.v_KSD.double()))
-    found = attend_runs(queries, tokens, scoring, parts)
-    assert found is not None
+    found = attend_rows(queries, tokens, scoring, len(parts[0].k_KSD), value_dim, parts)
     for one, other in zip(found, expected.result(), strict=True):
         assert one.shape == other.shape and one.dtype == torch.float32
         torch.testing.assert_close(one, other.float(), rtol=1e-5, atol=1e-5)
@@ -88,23 +87,52 @@ def test_buffers_of_several_kinds_take_one_call(calls: list[int]) -> None:
     assert calls == [6]
 
 
-def test_what_is_more_than_that_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_buffers_hold_rows_of_several_sequences(calls: list[int]) -> None:
+    """As those of the offload engine do: token by token, keys and values of all heads, with room between sequences."""
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        lengths = [random.choice((0, 1, random.randint(2, 70))) for _ in range(6)] + [9]
+        rows = torch.randn(sum(lengths) + 3 * len(lengths), 2 * 2 * 16).to(dtype)
+        keys, values = rows.unflatten(1, (2, 2, 16)).permute(1, 2, 0, 3)
+        parts, first = list[KVPart](), 0
+        for index, length in enumerate(lengths):
+            own, where = slice(first, first + length), np.arange(length)
+            parts.append(KVPart(index, keys[:, own], values[:, own], where, where))
+            first += length + 3
+        check(6, tokens_at(lengths), Scoring(0.3), parts)
+    assert calls == [7] * 3
+
+
+def test_what_is_more_than_that_goes_block_by_block(calls: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     kind: dict[str, Any] = {"kv_heads": 2, "dims": (8, 8)}
     parts, tokens, plain = [part(index, 5, **kind) for index in range(3)], tokens_at([4, 4, 4]), Scoring(1.0)
-    queries = torch.randn(6, 3, 8)
-    assert attend_runs(queries, tokens, plain, parts) is not None
-    for scoring in (Scoring(1.0, window=4), Scoring(1.0, softcap=5.0), Scoring(1.0, alibi_slopes=torch.ones(6))):
-        assert attend_runs(queries, tokens, scoring, parts) is None
-    assert attend_runs(queries, tokens_at([4, 3, 4]), plain, parts) is None
-    assert attend_runs(queries, tokens, plain, []) is None
-    assert attend_runs(queries, tokens_at([9], sequences=[7]), plain, parts) is None
-    assert attend_runs(queries.double(), tokens, plain, parts) is None
-    assert attend_runs(queries.bfloat16(), tokens, plain, parts) is None
-    assert attend_runs(torch.randn(2 * 200, 3, 8), tokens, plain, parts) is None
+
+    def sequences(
+        scoring: Scoring = plain, tokens: TokenBlock = tokens, heads: int = 6, dtype: torch.dtype = torch.float32
+    ) -> list[int]:
+        """Those of the call for several; each of the others is a call, or several, of one."""
+        calls.clear()
+        queries = torch.randn(heads, len(tokens), 8, dtype=dtype)
+        own = [each._replace(k_KSD=each.k_KSD.to(dtype), v_KSD=each.v_KSD.to(dtype)) for each in parts]
+        found = attend_rows(queries, tokens, scoring, 2, 8, own)
+        several = [count for count in calls if count > 1]
+        expected = PackedAttention(queries.double(), tokens, scoring, 8)
+        for each in own:
+            expected.add(each._replace(k_KSD=each.k_KSD.double(), v_KSD=each.v_KSD.double()))
+        for one, other in zip(found, expected.result(), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+        return several
+
+    assert sequences() == [3]
+    # A window hides keys of all, of one some are yet to come.
+    assert sequences(Scoring(1.0, window=4)) == [] and sequences(tokens=tokens_at([4, 3, 4])) == [2]
+    assert sequences(Scoring(1.0, softcap=5.0)) == sequences(Scoring(1.0, alibi_slopes=torch.ones(6))) == []
+    assert sequences(dtype=torch.float64) == sequences(heads=2 * 200) == []
+    assert attend_rows(torch.randn(6, 1, 8), tokens_at([9], sequences=[7]), plain, 2, 8, parts)[1].isneginf().all()
     turned = parts[0]._replace(k_KSD=torch.randn(2, 8, 5).transpose(1, 2))
-    assert attend_runs(queries, tokens, plain, [turned]) is None
+    parts[0] = turned
+    assert sequences() == [2]
     monkeypatch.setattr(together, "load_kernel", lambda: (None, "no compiler"))
-    assert attend_runs(queries, tokens, plain, parts) is None
+    assert sequences() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -128,18 +156,16 @@ def test_single_rows_beside_prompts(dtype: torch.dtype, window: int | None, call
         for each in parts:
             expected.add(each._replace(k_KSD=each.k_KSD.double(), v_KSD=each.v_KSD.double()))
         calls.clear()
-        found = single_rows_apart(queries, tokens, scoring, 64, parts)
-        if found is None:
-            # The window hides some keys of one that decodes.
-            assert window is not None
-            continue
-        assert calls[0] == 3
+        found = attend_rows(queries, tokens, scoring, 2, 64, parts)
+        # A window may hide some keys of those that decode.
+        assert window is not None or 3 in calls
         bound = ROUNDED_TOLERANCE if dtype == torch.bfloat16 else 1e-5
         torch.testing.assert_close(found[0].double(), expected.result()[0], rtol=bound, atol=bound)
         torch.testing.assert_close(found[1].double(), expected.result()[1], rtol=1e-5, atol=1e-5)
 
 
-def test_one_row_alone_is_not_set_apart() -> None:
+def test_one_row_alone_is_not_set_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = tokens_at([5, 6, 9], [0, 0, 1])
     parts = [part(sequence, 10, kv_heads=1, dims=(16, 16)) for sequence in range(2)]
-    assert single_rows_apart(torch.randn(2, 3, 16), tokens, Scoring(0.3), 16, parts) is None
+    monkeypatch.setattr(KVPart, "runs", lambda *_: pytest.fail("it was asked where rows lie"))
+    attend_rows(torch.randn(2, 3, 16), tokens, Scoring(0.3), 1, 16, parts)

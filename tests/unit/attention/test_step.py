@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.attention.compiled import Run
+from megakv.attention.compiled import RowTable, Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
-from megakv.attention.step import RowTable, TokenStep, load_step
+from megakv.attention.step import TokenStep, load_step
 from megakv.cache.dense import DenseStore
 from tests.pairs import without_pairs
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import Run
+from megakv.attention.compiled import RowTable, Run
 from megakv.attention.layer import (
     ACTIVATIONS,
     TOLERANCE,
@@ -22,7 +22,7 @@ from megakv.attention.layer import (
     reference,
 )  # fmt: skip
 from megakv.attention.reference import dense_attention
-from megakv.attention.step import RowTable, TokenStep, load_step
+from megakv.attention.step import TokenStep, load_step
 from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.ledger import Ledger
 from tests.pairs import without_pairs

@@ -9,10 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.harness.breakdown import attention_times, split_phases
 from benchmarks.harness.models import random_layers, single_caches
-from benchmarks.harness.predictions import predicted_anew
-from megakv.tracking.measurements import Event
 from tests.unit.benchmarks.running import fork_benchmark, refusal, tiny
 
 TINY = tiny(heads=4, kv_heads=4)
@@ -31,15 +28,14 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "decode" and report["args"]["kv_heads"] == 4
-    assert predicted_anew(report, path) == report["rows"]
     names = [*SINGLE, "replicated", "tensor", "pass_q", "auto"]
     assert [(row["batch"], row["method"]) for row in report["rows"]] == [(b, name) for b in (1, 2) for name in names]
     for row in report["rows"]:
         assert (row["ranks"], row["context"], row["tokens_per_sample"]) == (2, 101, 3)
         assert len(row["seconds"]) == 3 and all(value > 0 for value in row["seconds"])
-        # What it is was chosen in the run.
-        chosen = row["method"] == "auto"
-        assert row["predicted_s"] is None if chosen else 0 < row["predicted_s"] < math.inf
+        # Other libraries' times are not predicted, and what `auto` is was chosen in the run.
+        known = row["method"] in ("replicated", "tensor", "pass_q")
+        assert 0 < row["predicted_s"] < math.inf if known else row["predicted_s"] is None
         # The same cached tokens and weights everywhere.
         assert row["max_logit_difference"] <= 1e-5
         ranks = row["rank_seconds"]
@@ -48,11 +44,7 @@ def test_tiny_run_of_all_methods(tmp_path: Path) -> None:
         else:
             assert row["seconds"] == [max(values) for values in ranks]
         assert all((values[1] == 0) == row["method"].endswith("idle") for values in ranks)
-        if row["method"] in SINGLE:
-            assert row["bytes_sent"] == [{}, {}] and "attention_us" not in row
-        else:
-            assert row["attention_us"]["attention"] > 0 and row["attention_us"]["collective"] > 0
-            assert chosen or (row["attention_us"]["send_recv"] > 0) == (row["method"] == "pass_q")
+        assert (row["bytes_sent"] == [{}, {}]) == (row["method"] in SINGLE)
     middle = {(row["batch"], row["method"]): sorted(row["seconds"])[1] for row in report["rows"]}
     for batch, methods in report["summary"]["time_ratio"].items():
         assert set(methods) == {"replicated", "tensor", "pass_q", "auto"}
@@ -112,34 +104,3 @@ def test_roomy_and_copying_caches_hold_the_same_and_rewind() -> None:
     before = [layer.keys.data_ptr() for layer in roomy.layers]
     model(input_ids=ids[:, :1], past_key_values=(roomy.rewind() or roomy))
     assert [layer.keys.data_ptr() for layer in roomy.layers] == before
-
-
-def test_breakdown_of_a_ring_and_of_a_replicated_step() -> None:
-    ms = 1e-3
-    prefill = [
-        Event("attention", "compute", 0 * ms, 4 * ms, 0),
-        Event("pass_q", "communication", 0 * ms, 6 * ms, 0),
-        Event("pass_q", "wait", 4 * ms, 6 * ms, 0),
-        Event("attention", "compute", 6 * ms, 8 * ms, 0),
-        Event("pass_q_return", "communication", 8 * ms, 11 * ms, 0),
-        Event("pass_q_return", "wait", 8 * ms, 11 * ms, 0),
-        Event("dense", "compute", 11 * ms, 20 * ms),
-        Event("logits", "communication", 20 * ms, 21 * ms),
-        Event("logits", "wait", 20 * ms, 21 * ms),
-    ]
-    step = [
-        Event("attention", "compute", 30 * ms, 31 * ms, 0),
-        Event("replicated", "communication", 31 * ms, 31.5 * ms, 0),
-        Event("replicated", "wait", 31 * ms, 31.5 * ms, 0),
-        Event("logits", "communication", 32 * ms, 33 * ms),
-    ]
-    assert split_phases(prefill + step) == (prefill, step)
-    expected = {"attention": 3000, "send_recv": 6000, "send_recv_exposed": 2000, "collective": 3000, "layer": 11000}
-    assert attention_times(prefill) == pytest.approx(expected)
-    expected = {"attention": 1000, "send_recv": 0, "send_recv_exposed": 0, "collective": 500, "layer": 1500}
-    assert attention_times(step) == pytest.approx(expected)
-
-
-def test_phases_of_a_rank_that_is_alone() -> None:
-    events = [Event("attention", "compute", float(i), i + 0.5, i % 3) for i in range(9)]
-    assert split_phases(events) == (events[:3], events[3:])

@@ -83,8 +83,7 @@ def test_tiny_run_of_all_parts(tmp_path: Path) -> None:
             assert np.shape(row["busy"]) == (2, 3) and all(0 < value < 1 for rank in row["busy"] for value in rank)
             assert summary["busy"][name] == pytest.approx(np.median(row["busy"], axis=1).mean())
             assert sum(row["rank_tokens"]) == 2 * 6 * 37 * 6
-            assert summary["profile"][name] == row["predicted_s"] > 0
-            assert summary["off_profile"][name] == pytest.approx(np.median(row["seconds"]) / row["predicted_s"] - 1)
+            assert row["predicted_s"] > 0
             # Whoever divides the heads, the result is the same.
             difference = row.get("max_output_difference", row.get("max_logit_difference"))
             assert difference is None if name == "uniform" else difference < 1e-5
@@ -92,7 +91,7 @@ def test_tiny_run_of_all_parts(tmp_path: Path) -> None:
                 expected = paired_ratio(rows["contiguous"]["seconds"], row["seconds"]).value
                 assert summary["speedup"][name]["value"] == pytest.approx(expected)
                 predicted = rows["contiguous"]["slowest_tokens"] / row["slowest_tokens"]
-                assert summary["off"][name] == pytest.approx(expected / predicted - 1)
+                assert summary["predicted"][name] == pytest.approx(predicted)
         assert path.with_suffix(f".{part}.png").read_bytes().startswith(b"\x89PNG")
     assert "Attention of a step on 2 ranks, 6 x 37 kept tokens" in done.stdout and "A decode step on" in done.stdout
     check_regimes(report)

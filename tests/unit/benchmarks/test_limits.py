@@ -1,92 +1,87 @@
-"""benchmarks/limits.py: a tiny real run, and what is refused."""
+"""benchmarks/limits.py: a tiny real run of each part, and what is refused."""
 
 import json
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.unit.benchmarks.running import refusal, run_benchmark
+from tests.unit.benchmarks.running import fork_benchmark, refusal
 
-run = partial(run_benchmark, "limits.py")
+fork = partial(fork_benchmark, "limits.py", env={"CUDA_VISIBLE_DEVICES": ""})
+WORDS = {
+    "attention": ["--keys", "64,100", "--head-dims", "20", "--heads", "5", "--groups", "1,2"],
+    "products": [],
+    "host": ["--kv-heads", "1,4", "--head-dims", "20"],
+    "ring": ["--contexts", "300,1K", "--ranks", "2,3", "--head-dims", "32"],
+}
 
 
-@pytest.mark.drawn("benchmarks")
-def test_tiny_run(tmp_path: Path) -> None:
-    path = tmp_path / "limits.json"
-    done = run(
-        "--parts", "attention", "--keys", "64,100", "--head-dims", "20", "--heads", "5", "--groups", "1,2",
-        "--dtypes", "fp32,bf16", "--threads", "1", "--repeats", "2", "--matrix", "64", "--json", path,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(path.read_text())
-    rows = report["rows"]
-    assert [(row["dtype"], row["heads"], row["kv_heads"], row["keys"]) for row in rows] == [
-        (dtype, heads, kv_heads, keys)
-        for dtype in ("fp32", "bf16") for heads, kv_heads in ((5, 5), (4, 2)) for keys in (64, 100)
-    ]  # fmt: skip
-    for row in rows:
-        assert row["flops"] == sum(4 * 20 * row["heads"] * (token + 1) for token in range(row["keys"]))
-        assert len(row["seconds"]) == len(row["torch_seconds"]) == len(row["matrix_seconds"]) == 2
-        assert ("torch_float32_seconds" in row) == (row["dtype"] == "bf16")
-        rate, seconds = row["flops"] / row["matrix_flops"], zip(row["seconds"], row["matrix_seconds"], strict=True)
-        shares = [rate * matrix / own for own, matrix in seconds]
-        assert min(shares) <= row["share"]["value"] <= max(shares)
-    for kind in ("fp32", "bf16"):
-        shares = [row["share"]["value"] for row in rows if row["dtype"] == kind]
-        assert report["summary"]["attention_share"][kind] == min(shares)
-    assert "4:2 heads of 20" in done.stdout and "attention_share" in done.stdout
+def works(part: str, dtype: str) -> list[float]:
+    """What each case computes, or reads, by hand."""
+    size = 4 if dtype == "fp32" else 2
+    shapes = (576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 4096)
+    match part:
+        case "attention":
+            return [sum(4 * 20 * heads * (at + 1) for at in range(keys)) for heads in (5, 4) for keys in (64, 100)]
+        case "products":
+            return [size * out * into * max(1, 2**20 // (size * out * into)) for out, into in shapes]
+        case "host":
+            widths = [2 * heads * 20 * size for heads in (1, 4)]
+            return [10**6 // width * width for width in widths]
+    return [sum(4 * 16 * 32 * (at + 1) for at in range(tokens)) / ranks for tokens in (300, 1024) for ranks in (2, 3)]
 
 
 @pytest.mark.drawn("benchmarks")
-def test_rates_of_products_are_bytes_by_seconds(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", WORDS)
+def test_tiny_run(part: str, tmp_path: Path) -> None:
     path = tmp_path / "limits.json"
-    done = run(
-        "--parts", "products", "--weights-mb", "1", "--dtypes", "bf16", "--threads", "1", "--repeats", "2",
-        "--json", path,
-    )  # fmt: skip
+    small = ["--threads", "1", "--repeats", "2", "--matrix", "64", "--megabytes", "1", "--dtypes", "fp32,bf16"]
+    environ = {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path)}
+    asked = ["--parts", part, *small, *WORDS[part], "--json", path, "--wandb", "the-project"]
+    done = fork(*asked, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(path.read_text())
-    for row in report["rows"]:
-        weight = 2 * row["outputs"] * row["inputs"]
-        assert row["bytes"] == weight * max(1, 2**20 // weight) and row["read_bytes"] == 2**20
-        rates = [row["bytes"] / each / 1e9 for each in row["seconds"]]
-        assert min(rates) <= row["gb_per_s"] <= max(rates)
-    assert report["summary"]["products_share"]["bf16"] == min(row["share"]["value"] for row in report["rows"])
-
-
-@pytest.mark.full
-def test_a_token_beside_transformers_own(tmp_path: Path) -> None:
-    path = tmp_path / "limits.json"
-    done = run(
-        "--parts", "around", "--context", "50", "--dtypes", "bf16", "--threads", "1", "--repeats", "1", "--json", path
+    report: dict[str, Any] = json.loads(path.read_text())
+    rows, summary = report["rows"], report["summary"]
+    for dtype in ("fp32", "bf16"):
+        own = [row for row in rows if row["dtype"] == dtype]
+        assert [row["work"]["seconds"] for row in own] == works(part, dtype)
+        for row in own:
+            rate = row["work"]["seconds"] / row["work"]["limit_seconds"]
+            pairs = zip(row["seconds"], row["limit_seconds"], strict=True)
+            shares = [rate * limit / seconds for seconds, limit in pairs]
+            assert len(shares) == 2 and min(shares) <= row["share"]["value"] <= max(shares)
+            assert summary[f"{part}_share"][f"{dtype}, {row['case']}"] == row["share"]
+            assert ("torch_float32_seconds" in row) == (part == "attention" and dtype == "bf16")
+        assert summary[f"lowest_{part}_share"][dtype] == min(row["share"]["value"] for row in own)
+    [directory] = tmp_path.glob("wandb/offline-run-*")
+    assert f"W&B run: {directory}, upload it: wandb sync {directory}" in done.stdout
+    [log] = directory.glob("run-*.wandb")
+    assert all(
+        name in log.read_bytes() for name in (b"the-project", f"summary/lowest_{part}_share".encode(), b'"host":')
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    small, long, *questions = json.loads(path.read_text())["rows"]
-    assert small["ratio"]["value"] == pytest.approx(small["seconds"][0] / small["plain_seconds"][0])
-    assert len(long["in_place_seconds"]) == 1 and [row["case"][-2:] for row in questions] == ["12", "48"]
+    [table] = directory.glob("files/media/table/rows_*.json")
+    data = json.loads(table.read_text())
+    assert {"case", "g_per_s", "seconds/p50", "seconds/p99"} < set(data["columns"]) and len(data["data"]) == len(rows)
 
 
-@pytest.mark.full
-def test_a_token_of_two_ranks_beside_one_s(tmp_path: Path) -> None:
-    path = tmp_path / "limits.json"
-    asked = ["--parts", "decoding", "--context", "50", "--dtypes", "bf16", "--batches", "1,3", "--repeats", "1"]
-    done = run(*asked, "--json", path)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads(path.read_text())
-    row, other = report["rows"]
-    assert (row["batch"], other["batch"]) == (1, 3)
-    assert row["ratio"]["value"] == pytest.approx(row["cp2_seconds"][0] / row["seconds"][0])
-    assert report["summary"]["ttit_cp2_over_one"] == {"bf16": row["ratio"]["value"]}
-    assert list(report["summary"]["step_cp2_over_one"]) == ["bf16, batch 1", "bf16, batch 3"]
+def test_a_run_without_a_gpu_measures_nothing() -> None:
+    done = fork("--device", "cuda")
+    assert done.returncode == 2 and "this machine has no CUDA GPU" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "nothing"], "--parts nothing: allowed: each of attention, products, around, decoding once"),
+        (["--parts", "nothing"], "--parts nothing: allowed: each of attention, products, host, ring once"),
         (["--heads", "4"], "--heads 4 is less than --groups 8"),
         (["--keys", "0"], "--keys 0: allowed: whole numbers from 1 on"),
+        (["--kv-heads", "5"], "--kv-heads 5 is no divisor of 32 query heads"),
+        (["--contexts", "16", "--ranks", "16"], "--contexts 16 has fewer tokens than 2 x --ranks 16"),
+        (["--dtypes", "int8"], "--dtypes int8: allowed: each of fp32, bf16, fp16 once"),
+        (["--wandb", "a:b"], "--wandb a:b: allowed: 1 to 128 characters"),
+        (["--megabytes", "0"], "--megabytes 0: allowed: above 0"),
     ],
 )
 def test_impossible_arguments(arguments: list[str], message: str) -> None:

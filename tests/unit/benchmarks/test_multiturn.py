@@ -38,9 +38,6 @@ def test_tiny_run(tmp_path: Path) -> None:
         # The policy without a profile goes by the bytes: 2 of 8 heads, and the partial results that return.
         assert row["policies"] == {"no profile": row["auto"]}
         assert row["auto"] == ("pass_q" if row["miss_rate"] < 2 * 2 * 8 / (8 * 8 + 8 * (8 + 1)) else "pass_kv")
-        assert all(0 <= value < 1e7 for value in row["attention_us"].values())
-        assert row["attention_us"]["attention"] > 0 and row["attention_us"]["send_recv"] > 0
-        assert row["attention_us"]["collective"] > 0
     # A ring of two: each rank sends the keys and values it holds, cached ones too, in the first layer; 2 heads of 8.
     # Of the last layer the one query whose result is read goes round: 8 heads of 8.
     for row in report["rows"][::2]:
@@ -105,26 +102,21 @@ def test_verdict_counts_only_cells_that_differ() -> None:
     assert found["auto_mean_regret"] == pytest.approx((0.01 + 0.2) / 4, abs=0.003)
     bounds = found["intervals"]["auto_mean_regret"]
     assert bounds["low"] <= found["auto_mean_regret"] <= bounds["high"] <= 0.06
-    assert found["intervals"]["auto_right_share"] == {"value": pytest.approx(2 / 3), "low": 2 / 3, "high": 2 / 3}
-    assert found["auto_right_share_within_interval"] == pytest.approx(2 / 3)
-    (wrong,) = found["wrong"]
-    assert (wrong["miss_rate"], wrong["chosen"]) == (0.5, "pass_q")
-    assert 0.18 < wrong["regret"]["low"] <= wrong["regret"]["high"] < 0.22
 
 
-def test_a_wrong_choice_within_the_noise_is_marked_and_drift_is_none() -> None:
+def test_drift_of_the_machine_is_no_regret() -> None:
     drift = np.linspace(1, 3, 9)
     unclear = np.array([0.9, 1.2, 0.95, 1.1, 1.05, 0.8, 1.3, 1.04, 1.06])
     clear = np.full(9, 1.03)
-    for ratio, within in ((unclear, 1.0), (clear, 0.0)):
+    for ratio in (unclear, clear):
         found = judge([Case(0.1, {"pass_kv": list(drift), "pass_q": list(drift * ratio)}, "pass_q")])
-        assert found["auto_right_share"] == 0 and found["auto_right_share_within_interval"] == within
+        assert found["auto_right_share"] == 0
         assert found["auto_mean_regret"] == pytest.approx(np.median(ratio) - 1)
 
 
 def test_no_cell_differs() -> None:
     found = judge([cell(0.1, 1.0, 1.005, "pass_q"), cell(0.2, 1.0, 1.0, "pass_kv")])
-    assert found["auto_right_share"] is None and found["differing_cells"] == 0 and found["wrong"] == []
+    assert found["auto_right_share"] is None and found["differing_cells"] == 0
     assert 0 <= found["auto_mean_regret"] < 0.01
 
 
@@ -147,7 +139,7 @@ def test_crossover_is_found_between_cells_in_any_order() -> None:
     rates = [0.5, 0.01, 0.03, 0.12, 1.0]
     cells = [cell(rate, 1.0, (rate / 0.06) ** 0.5, "pass_q") for rate in rates]
     found = crossover(cells)
-    assert found["value"] == pytest.approx(0.06, rel=0.02) and found["share"] == 1.0
+    assert found["value"] == pytest.approx(0.06, rel=0.02)
     assert 0.055 < found["low"] <= found["value"] <= found["high"] < 0.065
 
 
@@ -160,4 +152,4 @@ def test_crossover_outvotes_a_single_odd_cell() -> None:
 @pytest.mark.parametrize(("ratio", "faster"), [(1.5, "pass_kv"), (0.6, "pass_q")])
 def test_no_crossover_where_one_is_always_faster(ratio: float, faster: str) -> None:
     found = crossover([cell(rate, 1.0, ratio, faster) for rate in (0.01, 0.1, 1.0)])
-    assert found["value"] is None and found["always"] == faster and found["share"] == 0
+    assert found["value"] is None and found["always"] == faster

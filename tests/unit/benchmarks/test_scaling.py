@@ -8,9 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness.predictions import predicted_anew
 from benchmarks.harness.statistics import ratio
-from benchmarks.scaling import longest_context
 from tests.unit.benchmarks.running import fork_benchmark, refusal, tiny
 
 TINY = tiny(heads=4, kv_heads=2)
@@ -26,7 +24,6 @@ def test_tiny_run(tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert set(report) == {"benchmark", "machine", "versions", "args", "rows", "summary"}
     assert report["benchmark"] == "scaling" and report["args"]["sizes"] == [1, 2]
-    assert predicted_anew(report, path) == report["rows"]
     names = {1: ["cp", "tp"], 2: ["cp", "tp", "tp_gloo"]}
     assert [(row["ranks"], row["context"], row["method"]) for row in report["rows"]] == [
         (ranks, context, name) for ranks in (1, 2) for context in (96, 640) for name in names[ranks]
@@ -36,14 +33,10 @@ def test_tiny_run(tmp_path: Path) -> None:
         assert len(row["seconds"]) == len(row["ttit_seconds"]) == 2
         assert all(value > 0 for value in row["seconds"] + row["ttit_seconds"])
         assert row["max_logit_difference"] <= 1e-5 and len(row["weight_bytes"]) == row["ranks"]
-        assert 0 < row["predicted_ttit_s"] < math.inf and 0 < row["predicted_s"] < math.inf
         if row["method"] == "cp":
+            assert 0 < row["predicted_ttit_s"] < math.inf and 0 < row["predicted_s"] < math.inf
             # Context parallelism keeps all weights on every rank; tensor parallelism cuts most of them.
             assert row["weight_bytes"] == [whole] * row["ranks"]
-            for phase in ("prefill_us", "decode_us"):
-                assert 0 < row[phase]["attention"] <= row[phase]["layer"] < 1e7
-            assert (row["prefill_us"]["send_recv"] > 0) == (row["ranks"] == 2)
-            assert (row["decode_us"]["collective"] > 0) == (row["ranks"] == 2)
         elif row["ranks"] == 2:
             assert max(row["weight_bytes"]) < 0.8 * whole
 
@@ -56,12 +49,7 @@ def test_tiny_run(tmp_path: Path) -> None:
         for name in ("tp", "tp_gloo"):
             assert ratios[name]["2"]["value"] == pytest.approx(middle[1, context, "tp"] / middle[2, context, name])
         assert set(summary["ttft_ttit"][str(context)]) == {"CP1", "TP1", "CP2", "TP2", "TP2 gloo"}
-        assert set(summary["attention_us"][str(context)]) == {"1", "2"}
-    assert set(summary["longest_context"]["cp"]) == {"1", "2"}
-    for sizes in summary["longest_context"].values():
-        for entry in sizes.values():
-            assert entry["tokens"] is None or (entry["tokens"] > 640 and entry["label"] == "extrapolated linearly")
-    assert "scaling_ratio  96  cp  2" in done.stdout and "longest_context  cp  2" in done.stdout
+    assert "scaling_ratio  96  cp  2" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -75,21 +63,6 @@ def test_tiny_run(tmp_path: Path) -> None:
 )
 def test_impossible_arguments_are_refused_at_once(argv: list[str], named: str) -> None:
     assert named in refusal("scaling.py", argv)
-
-
-def memory(context: int, *working: int, weights: int = 1000) -> dict[str, object]:
-    return {"context": context, "working_bytes": list(working), "weight_bytes": [weights, 0]}
-
-
-def test_memory_is_a_line_and_the_cap_inverts_it() -> None:
-    rows = [memory(context, 17, 5000 + 70 * context) for context in (512, 4096, 1024, 2048)]
-    found = longest_context(rows, 6000 + 70 * 9000.5)
-    assert found["fixed_bytes"] == pytest.approx(6000) and found["token_bytes"] == pytest.approx(70)
-    assert (found["tokens"], found["label"]) == (9000, "extrapolated linearly")
-    assert longest_context(rows, 6000 + 70 * 1000.5)["label"] == "within the measured lengths"
-    assert longest_context(rows, 100)["tokens"] == 0
-    for no_line in ([memory(7, 1), memory(7, 1)], [memory(1, 5), memory(2, 5)]):
-        assert longest_context(no_line, 100)["tokens"] is None
 
 
 def test_ratio_of_independent_samples() -> None:

@@ -13,9 +13,9 @@ from megakv.costmodel.chain import Chain, ChainParts
 from megakv.costmodel.context_parallel import Workload, sent_bytes
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import HardwareProfile
+from megakv.costmodel.prefill import METHODS, PrefillTimes
 from megakv.costmodel.presets import hardware
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.costmodel.simulated_prefill import METHODS, SimulatedPrefill
 from megakv.costmodel.simulation import Disturbances, Simulation
 from megakv.costmodel.timeline import LayerWork
 from megakv.distributed.layouts import balanced_tokens
@@ -141,7 +141,7 @@ def test_two_ranks_that_exchange_share_their_processors() -> None:
         layer = LayerTimes(profile, model.attention(), work)
         computed, *_ = (sum(step) for step in layer.steps("pass_kv", 1).steps)
         transfer = link.at(model.attention().kv_row_bytes * (-(-work.total // 2)))
-        played = SimulatedPrefill(profile, model, work).play("pass_kv")
+        played = PrefillTimes(profile, model, work).play("pass_kv")
         sent = [event for event in played.events[1] if event.kind == "communication" and event.layer == 0][0]
         begun = [event.start for event in played.events[1] if event.name == "attention"][0]
         after = [event.end for event in played.events[1] if event.name == "attention"][0]
@@ -160,7 +160,7 @@ def test_prefill_takes_what_is_predicted(method: str, size: int, tp_size: int, c
     batch = random.randint(1, 2)
     new = tuple(size * random.randint(60, 400) * 2 for _ in range(batch))
     workload = Workload(new, (cached,) * batch, size)
-    times = SimulatedPrefill(profile, model, workload, tp_size=tp_size, chunk_tokens=random.choice((64, 1024)))
+    times = PrefillTimes(profile, model, workload, tp_size=tp_size, chunk_tokens=random.choice((64, 1024)))
     expected = times.seconds(method, times.even())
     assert times.play(method).seconds == pytest.approx(expected, rel=1e-6 if method == "runahead" else 0.01)
 
@@ -171,7 +171,7 @@ def test_uneven_chains_agree_on_slow_links() -> None:
         profile, model = machine(), shape(4)
         profile = profile.model_copy(update={"exchange": Curve.affine(1e-3, 10 ** random.uniform(7, 8))})
         cuts = tuple(random.randint(0, 900) for _ in range(3)) + (random.randint(1, 900),)
-        times = SimulatedPrefill(profile, model, Workload((sum(cuts),), (0,), 4), chunk_tokens=100)
+        times = PrefillTimes(profile, model, Workload((sum(cuts),), (0,), 4), chunk_tokens=100)
         expected = times.seconds("runahead", (cuts,))
         assert times.play("runahead", (cuts,)).seconds == pytest.approx(expected, rel=1e-6)
 
@@ -180,7 +180,7 @@ def test_presets_agree() -> None:
     for name, tp_size in (("h100-rdma", 8), ("h100-tcp", 8), ("a100-nvlink", 2), ("cpu", 1)):
         profile = hardware(name).on_mesh(cp_size=4, tp_size=tp_size)
         model = replace(shape(4, kv_heads=8), hidden=2048)
-        times = SimulatedPrefill(profile, model, Workload((16384,), (0,), 4), tp_size=tp_size)
+        times = PrefillTimes(profile, model, Workload((16384,), (0,), 4), tp_size=tp_size)
         for method in METHODS:
             found = times.play(method).seconds
             assert found == pytest.approx(times.seconds(method, times.even()), rel=0.02), (name, method)
@@ -193,7 +193,7 @@ def test_bytes_are_those_of_the_methods(method: str) -> None:
     if method == "runahead":
         cached = 0
     model = shape(3)
-    times = SimulatedPrefill(machine(), model, Workload((tokens,), (cached,), size), chunk_tokens=100)
+    times = PrefillTimes(machine(), model, Workload((tokens,), (cached,), size), chunk_tokens=100)
     played = times.play(method)
     new = times.tokens("pass_kv" if method in ("tsp", "tsp_causal") else method)
     held = balanced_tokens([cached], size)
@@ -218,7 +218,7 @@ def test_bytes_are_those_of_the_methods(method: str) -> None:
 
 
 def test_too_few_tokens_for_a_ring() -> None:
-    times = SimulatedPrefill(machine(), shape(), Workload((7,), (0,), 4))
+    times = PrefillTimes(machine(), shape(), Workload((7,), (0,), 4))
     with pytest.raises(ValueError, match="prompt of 7 tokens on 4 .* allowed here: 8"):
         times.play("pass_kv")
 
@@ -226,7 +226,7 @@ def test_too_few_tokens_for_a_ring() -> None:
 def test_too_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megakv.costmodel.simulation.MOST_TASKS", 100)
     with pytest.raises(ValueError, match="more than 100 tasks are too many: allowed: fewer --layers"):
-        SimulatedPrefill(machine(), shape(40), Workload((2400,), (0,), 3)).play("pass_kv")
+        PrefillTimes(machine(), shape(40), Workload((2400,), (0,), 3)).play("pass_kv")
 
 
 # Disturbances
@@ -234,7 +234,7 @@ def test_too_many_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 def test_a_slow_rank_slows_a_ring_and_a_chain(tp_size: int) -> None:
-    times = SimulatedPrefill(machine(), shape(4), Workload((2400,), (0,), 3), tp_size=tp_size)
+    times = PrefillTimes(machine(), shape(4), Workload((2400,), (0,), 3), tp_size=tp_size)
     for method in ("pass_kv", "runahead"):
         plain = times.play(method).seconds
         slow = times.play(method, disturbances=Disturbances(slow_ranks={tp_size: 3.0})).seconds
@@ -244,7 +244,7 @@ def test_a_slow_rank_slows_a_ring_and_a_chain(tp_size: int) -> None:
 
 def test_a_slow_link_is_waited_for_where_it_is_used() -> None:
     profile = machine().model_copy(update={"exchange": Curve.affine(1e-3, 1e8)})
-    times = SimulatedPrefill(profile, shape(4), Workload((2400,), (0,), 4))
+    times = PrefillTimes(profile, shape(4), Workload((2400,), (0,), 4))
 
     def seconds(method: str, *link: int) -> float:
         return times.play(method, disturbances=Disturbances(slow_links={link: 20.0} if link else {})).seconds
@@ -256,7 +256,7 @@ def test_a_slow_link_is_waited_for_where_it_is_used() -> None:
 
 
 def test_noise_is_reproducible_and_only_makes_barriers_later() -> None:
-    times = SimulatedPrefill(machine(), shape(4), Workload((2400,), (0,), 4))
+    times = PrefillTimes(machine(), shape(4), Workload((2400,), (0,), 4))
     for method in ("pass_kv", "runahead"):
         one, same, other = (
             times.play(method, disturbances=Disturbances(noise=0.3, seed=seed)).seconds for seed in (1, 1, 2)

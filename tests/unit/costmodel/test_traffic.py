@@ -7,7 +7,7 @@ import pytest
 
 from megakv.costmodel.context_parallel import Workload, pass_bytes
 from megakv.costmodel.dense import all_reduce_bytes
-from megakv.costmodel.simulated_prefill import METHODS, SimulatedPrefill
+from megakv.costmodel.prefill import METHODS, PrefillTimes
 from tests.unit.costmodel.test_simulation import machine, shape
 
 
@@ -18,7 +18,7 @@ def test_bytes_of_a_prompt_are_those_of_the_simulated_run(method: str) -> None:
     if method == "runahead":
         cached = (0, 0)
     model, workload = shape(random.randint(2, 5)), Workload(new, cached, size)
-    times = SimulatedPrefill(machine(), model, workload, tp_size=tp, chunk_tokens=100)
+    times = PrefillTimes(machine(), model, workload, tp_size=tp, chunk_tokens=100)
     cuts = tuple((count // 2, count // 3, count - count // 2 - count // 3) for count in new)
     partitions = cuts if method == "runahead" else None
     played = times.play(method, partitions)

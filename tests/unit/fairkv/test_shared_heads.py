@@ -1,7 +1,6 @@
 """Heads shared by ranks: stores that hold parts of their tokens, and the merge of what ranks see of them."""
 
 import random
-from collections import deque
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -204,7 +203,6 @@ def engine() -> Iterator[SimpleNamespace]:
         pool=pool,
         device=torch.device("cpu"),
         residents=ResidentBudget(1000, 1),
-        outgoing=deque(),
         expect=expected.append,
     )
     assert expected

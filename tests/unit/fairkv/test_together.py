@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 import torch
 
+from megakv.attention.compiled import DecodeKernel
 from megakv.attention.partial import KVPart, PackedAttention, Part
 from megakv.attention.reference import Scoring
+from megakv.attention.together import attend_rows
 from megakv.attention.varlen import efficient, flash
 from megakv.cache import together
 from megakv.cache.dense import DenseStore
@@ -79,17 +81,23 @@ def check(found, expected, bound: float) -> None:
 
 @pytest.mark.parametrize("batch", range(1, 6))
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_one_call_on_processors(batch: int, dtype: torch.dtype, bound: float) -> None:
+def test_one_call_on_processors(monkeypatch, batch: int, dtype: torch.dtype, bound: float) -> None:
     kv_heads, group, value_dim = random.randint(1, 5), random.choice((1, 3, 8)), random.choice((DIM, 24))
     parts, slot = random_parts(batch, kv_heads, dtype, value_dim)
     sequences = sorted(random.sample(range(batch), random.randint(1, batch)))
     q, tokens = torch.randn(kv_heads * group, len(sequences), DIM).to(dtype), tokens_of(sequences, slot)
-    found = attend_heads(q, tokens, Scoring(0.3), parts)
-    if found is None:
-        assert not any(isinstance(part, RaggedPart) and part.sequence in sequences for part in parts)
-        return
-    assert not found[2]
-    check(found[:2], by_sequence(q, tokens, Scoring(0.3), parts, value_dim), bound)
+    calls: list[int] = []
+    ready = DecodeKernel.ready
+
+    def counted(self: DecodeKernel, q: torch.Tensor, *given) -> object:
+        calls.append(len(q))
+        return ready(self, q, *given)
+
+    monkeypatch.setattr(DecodeKernel, "ready", counted)
+    found = attend_rows(q, tokens, Scoring(0.3), kv_heads, value_dim, parts)
+    ragged = any(isinstance(part, RaggedPart) and part.sequence in sequences for part in parts)
+    assert calls == [len(sequences) * (kv_heads if ragged else 1)]
+    check(found, by_sequence(q, tokens, Scoring(0.3), parts, value_dim), bound)
 
 
 @pytest.mark.parametrize("batch", range(1, 6))
@@ -104,7 +112,6 @@ def test_one_call_on_cuda(monkeypatch, batch: int, kernel, dtype: torch.dtype, b
         calls.append(len(runs.counts))
         return kernel(q, k, v, runs, scale)
 
-    monkeypatch.setattr(together, "_on_processor", together._on_cuda)
     monkeypatch.setattr(together, "select_varlen", lambda *given: counted)
     kv_heads, group = random.randint(1, 5), random.choice((1, 3, 8))
     parts, slot = random_parts(batch, kv_heads, dtype)

@@ -31,7 +31,6 @@ def test_wanted_rows_are_those_of_the_whole_pass(name: str, queries: bool) -> No
     rows = torch.tensor([0, 7, 28])
     wanted: list[LastRows] = []
     hooks = LastLayerRows(model, lambda: wanted[-1] if wanted else None)
-    hooks.open()
     assert hooks.attention == model.config.num_hidden_layers - 1
     seen: dict[str, int] = {}
     for path, linear in last_layer(model).named_modules():
@@ -47,7 +46,7 @@ def test_wanted_rows_are_those_of_the_whole_pass(name: str, queries: bool) -> No
     wanted.append(LastRows(torch.arange(29), 29, queries))
     assert torch.equal(logits_of(model, ids), whole)
     wanted.append(LastRows(rows, 29, queries))
-    hooks.close()
+    hooks.remove()
     assert torch.equal(logits_of(model, ids), whole)
 
 
@@ -58,7 +57,7 @@ def test_experts_are_left_alone(name: str) -> None:
     ids = torch.randint(3, 100, (1, 29))
     whole = logits_of(model, ids)
     wanted: list[LastRows] = []
-    LastLayerRows(model, lambda: wanted[-1] if wanted else None).open()
+    LastLayerRows(model, lambda: wanted[-1] if wanted else None)
     seen: dict[str, int] = {}
     for path, child in last_layer(model).named_children():
         child.register_forward_hook(

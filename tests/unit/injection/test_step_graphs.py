@@ -229,10 +229,10 @@ def test_a_decoder_s_own_forward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
         replicas=None,
     )
     monkeypatch.setattr(step_graphs, "attends_on_device", lambda: True)
-    assert step_graphs.step_graphs(model, runtime, None) is None
+    assert step_graphs.step_graphs(model, runtime) is None
     del decoder.forward
     monkeypatch.setattr(step_graphs, "StepGraphs", lambda *_: "made")
-    assert step_graphs.step_graphs(model, runtime, None) == "made"
+    assert step_graphs.step_graphs(model, runtime) == "made"
 
 
 def test_kernels_that_are_wrong_or_cannot_be_made_are_left_out(

@@ -12,7 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
 
 import megakv
 from megakv.attention.layer import load_layer
-from megakv.injection.layer_kind import activation, is_known
+from megakv.injection.layer_kind import activation, settings
 from megakv.weights.products import Products
 from tests.families import FAMILIES
 from tests.pairs import without_pairs
@@ -26,7 +26,7 @@ def test_layers_whose_code_is_another_are_left_alone(name: str) -> None:
     if load_layer()[0] is None:
         pytest.skip(f"no compiled kernel: {load_layer()[1]}")
     layers = [layer for layer in model_of(name).base_model.modules() if hasattr(layer, "input_layernorm")]
-    found = [is_known(layer) for layer in layers]
+    found = [settings(layer) is not None for layer in layers]
     # Of some that have experts, one layer has none.
     dense = name == "qwen3_moe"
     assert found == [name in KNOWN or (dense and not index) for index in range(len(layers))]
@@ -132,7 +132,7 @@ def test_layers_that_need_not_follow_one_another_are_calls_of_their_own(calls: l
     assert set(calls) == {1}
 
 
-def test_activations_that_cannot_be_tried_are_unknown() -> None:
+def test_activations_of_other_classes_are_unknown() -> None:
     """That is no error: the layer is PyTorch's."""
     assert activation(nn.PReLU(dtype=torch.bfloat16)) is None
     known = {"silu": 0, "swish": 0, "gelu": 1, "gelu_pytorch_tanh": 2}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megakv.attention import runahead
-from megakv.costmodel import simulated_prefill
+from megakv.costmodel import prefill
 from megakv.fairkv.methods import METHODS
 from megakv.launcher.command import main
 from megakv.launcher.commands import SUMMARIES, fairkv_profile, simulate
@@ -39,7 +39,7 @@ for words in ([], *([name] for name in SUMMARIES)):
 
 def test_what_help_names_is_what_there_is():
     """Help does not import the methods that it names."""
-    assert simulate.METHODS == simulated_prefill.METHODS and simulate.CHUNK_TOKENS == runahead.CHUNK_TOKENS
+    assert simulate.METHODS == prefill.METHODS and simulate.CHUNK_TOKENS == runahead.CHUNK_TOKENS
     assert fairkv_profile.UNEVEN == tuple(name for name, method in METHODS.items() if method.uneven)
 
 

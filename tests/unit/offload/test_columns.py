@@ -10,8 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.base.errors import MegaKVError
+from megakv.offload.config import OffloadConfig
 from megakv.offload.weight_stream import WeightStream, _BufferedLayer
-from megakv.offload.weights import ALIGNMENT, HostWeights
+from megakv.offload.weights import ALIGNMENT, LayerWeights
 from tests.families import CONFIGS, FAMILIES
 from tests.tiny_configs import tiny_config
 from tests.unit.offload.test_exactness import generate, plain_model, ragged
@@ -234,7 +235,7 @@ def test_weights_for_keys_and_values_come_first() -> None:
     for name, first in (("llama", {"k_proj", "v_proj"}), ("gpt_neox", {"query_key_value"}), ("phi3", {"qkv_proj"})):
         model = plain_model(name)
         dtypes = {key: torch.float32 for key in dict(model.named_parameters())}
-        weights = HostWeights(model, dtypes, budget=1 << 30, pin=False)
+        weights = LayerWeights(model, dtypes, OffloadConfig(enabled=True, host_gb=1.0, weights=True), pin=False)
         for places in weights.layers:
             early = {place.name.split(".")[-2] for place in places.places if place.stop <= places.keys_rows * ALIGNMENT}
             assert early == first

@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from ctypes.util import find_library
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from deepspeed.git_version_info import installed_ops
 
 from megakv.base.errors import MegaKVError
 from megakv.distributed.compat import drop_stale_lock
-from megakv.offload.async_io import AsyncReader, find_async_io
 from megakv.offload.costs import OffloadCosts
 from megakv.offload.disk import DiskTier
 from megakv.offload.equations import LayerCosts, placed
@@ -154,19 +151,15 @@ def test_a_lost_file_ends_with_what_was_generated(offloaded: Any, tmp_path: Path
     assert found is not None and found.shape[1] >= 40 and torch.equal(found, expected[:, : found.shape[1]])
 
 
-@pytest.fixture(scope="session")
-def asynchronous(request: pytest.FixtureRequest) -> Any:
-    """DeepSpeed's module for asynchronous I/O: built now in a full run, else used where there is one."""
-    module, reason = find_async_io("aio" if request.config.getoption("--full") else "auto")
-    if module is None:
-        pytest.skip(f"no asynchronous I/O: {reason}")
-    return module
+def direct_tier(budget: int, folder: Path) -> DiskTier:
+    try:
+        return DiskTier(budget, folder, io="direct")
+    except ValueError as error:
+        pytest.skip(str(error))
 
 
-@pytest.mark.usefixtures("asynchronous")
-def test_asynchronous_reads_are_what_was_written(tmp_path: Path) -> None:
-    tier = DiskTier((5 << 20) + 77, tmp_path, io="auto" if installed_ops["async_io"] else "aio")
-    assert tier.io == "aio"
+def test_direct_reads_are_what_was_written(tmp_path: Path) -> None:
+    tier = direct_tier((5 << 20) + 77, tmp_path)
     shadow = torch.randint(0, 256, (5 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     tier.rows(0, 1, len(shadow), torch.uint8).write_from(shadow)
     generator = torch.Generator().manual_seed(2)
@@ -182,27 +175,33 @@ def test_asynchronous_reads_are_what_was_written(tmp_path: Path) -> None:
     tier.close()
 
 
-def test_requests_that_fail_are_made_good(asynchronous: Any, tmp_path: Path) -> None:
-    path = tmp_path / "rows"
-    content = os.urandom(1 << 20)
-    path.write_bytes(content)
-    with path.open("rb") as file:
+def test_direct_reads_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = direct_tier(4 << 20, tmp_path)
+    rows = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
+    tier.rows(0, 1, len(rows), torch.uint8).write_from(rows)
+    read, found = os.preadv, torch.empty_like(rows)
+    # What comes back short is read on the plain way; what does not come is an error.
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, into, at) // (2 if file == tier._direct else 1))
+    tier.rows(0, 1, len(rows), torch.uint8).read_into(found)
+    assert torch.equal(found, rows)
+    os.ftruncate(tier.fileno, 1 << 20)
+    with pytest.raises(OSError, match="has lost its end"):
+        tier.rows(0, 1, len(rows), torch.uint8).read_into(found)
+    tier.close()
 
-        def plainly(offset: int, memory: memoryview) -> None:
-            memory[:] = content[offset : offset + len(memory)]
 
-        reader = AsyncReader(asynchronous, file.fileno(), plainly)
-        found = bytearray(600_000)
-        reader.read(1000, memoryview(found))
-        assert found == content[1000:601_000] and reader.refused == 0
-        # Past the page cache nothing is read to an odd address, and DeepSpeed's library does not say so.
-        reader._halves = [half[1:] for half in reader._halves]
-        reader._memory = [half.numpy().data for half in reader._halves]
-        found = bytearray(600_000)
-        reader.read(1000, memoryview(found))
-        assert found == content[1000:601_000]
-        # Some file systems do not mind.
-        assert reader.refused in (0, 5)
+def test_file_systems_without_direct_reads_are_refused(
+    offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: str, flags: int, *mode: Any) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return opened(path, flags, *mode)
+
+    opened = os.open
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ValueError, match=r"disk_io = 'direct'.*cannot read past the page cache.*use 'files'"):
+        offloaded(plain_model("opt"), disk_gb=0.01, disk_path=str(tmp_path), disk_io="direct")
 
 
 def test_the_lock_of_a_killed_build_is_removed(
@@ -224,23 +223,6 @@ def test_the_lock_of_a_killed_build_is_removed(
     lock.touch()
     begun = time.monotonic()
     assert drop_stale_lock("some_op") is None and time.monotonic() - begun >= 0.5
-
-
-def test_missing_asynchronous_io_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    module, reason = find_async_io("auto")
-    if module is not None:
-        pytest.skip("DeepSpeed was installed with asynchronous I/O here")
-    assert "DS_BUILD_AIO=1" in reason
-    with caplog.at_level("INFO", logger="megakv"):
-        tier = DiskTier(100, tmp_path, io="auto")
-    assert tier.io == "files" and "DS_BUILD_AIO=1" in caplog.text
-    tier.close()
-
-
-@pytest.mark.skipif(find_library("aio") is not None, reason="libaio is here")
-def test_asynchronous_io_that_is_asked_for_must_be_there(offloaded: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"disk_io = 'aio'.*libaio.*use 'auto' or 'files'"):
-        offloaded(plain_model("opt"), disk_gb=0.01, disk_path=str(tmp_path), disk_io="aio")
 
 
 def test_a_write_beside_a_refused_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
 """Copies of a layer's rows, found together: what comes back is what went, over any history, as sequence by sequence."""
 
 import random
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from megakv.offload.config import OffloadConfig
 from megakv.offload.host_memory import HostTier
 from megakv.offload.layer_rows import LayerRows
 from megakv.offload.link import EmulatedLink
+from megakv.offload.paged_rows import PagedRows
 from megakv.offload.pages import PagePool
 from megakv.offload.prefetch import _bring_bodies, _bring_rows
 from megakv.offload.residents import ResidentBudget
@@ -33,7 +33,7 @@ def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None
     pool, link = make_pool(12, 300, tmp_path), EmulatedLink()
     # Pages with room left over at their end cannot be joined.
     width = generator.choice([WIDTH, 4])
-    layer = LayerRows(pool, 0, [None] * SEQUENCES)
+    layer = LayerRows(PagedRows(pool) for _ in range(SEQUENCES))
     expected = [torch.empty(0, width) for _ in range(SEQUENCES)]
     gone = [0] * SEQUENCES
     for _ in range(80):
@@ -44,7 +44,7 @@ def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None
                 counts = [1 if action == "step" else generator.randrange(0, 12) for _ in some]
                 firsts = [generator.randrange(0, 60 - count) for count in counts]
                 spans = [slice(first, first + count) for first, count in zip(firsts, counts, strict=True)]
-                link.start("out", layer.extend_each(some, block, spans, gone))
+                link.start("out", layer.extend_each(some, block, spans))
                 for sequence, span in zip(some, spans, strict=True):
                     expected[sequence] = torch.cat([expected[sequence], block[span]])
             case "reorder":
@@ -54,14 +54,12 @@ def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None
             case "truncate":
                 sequence = generator.randrange(SEQUENCES)
                 length = generator.randrange(gone[sequence], len(expected[sequence]) + 1)
-                if (paged := layer[sequence]) is not None:
-                    paged.truncate(length)
+                layer[sequence].truncate(length)
                 expected[sequence] = expected[sequence][:length]
             case "forget":
                 sequence = generator.randrange(SEQUENCES)
-                if (paged := layer[sequence]) is not None:
-                    gone[sequence] = generator.randrange(gone[sequence], len(expected[sequence]) + 1)
-                    paged.forget(gone[sequence])
+                gone[sequence] = generator.randrange(gone[sequence], len(expected[sequence]) + 1)
+                layer[sequence].forget(gone[sequence])
         # Any runs, several of one sequence too, to rows that do not touch each other.
         runs, wanted, row = [], torch.zeros(200, width), 0
         for sequence in generator.choices(range(SEQUENCES), k=generator.randrange(0, 7)):
@@ -71,7 +69,8 @@ def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None
             runs.append((sequence, first, count, row))
             wanted[row : row + count] = expected[sequence][first : first + count]
             row += count
-            if (paged := layer[sequence]) is not None:
+            paged = layer[sequence]
+            if paged.known:
                 assert torch.equal(read(link, paged, first, count), expected[sequence][first : first + count])
         found = torch.zeros(200, width)
         if moves := layer.moves(found, runs):
@@ -84,9 +83,9 @@ def test_random_histories_equal_plain_tensors(seed: int, tmp_path: Path) -> None
 
 def test_a_prompt_s_rows_move_in_one_copy_for_each_sequence() -> None:
     pool = make_pool(60)
-    layer = LayerRows(pool, 0, [None] * 3)
+    layer = LayerRows(PagedRows(pool) for _ in range(3))
     block = torch.randn(90, WIDTH)
-    layer.extend_each(range(3), block, [slice(30 * each, 30 * each + 30) for each in range(3)], [0] * 3)
+    layer.extend_each(range(3), block, [slice(30 * each, 30 * each + 30) for each in range(3)])
     (move,) = layer.moves(block, [(each, 2, 20, 20 * each) for each in range(3)])
     assert move.sizes.tolist() == [20 * WIDTH * 4] * 3 and move.in_memory
     assert len(move.places) == 3 * len(layer[0].pages_of(2, 20)) == 3 * 4
@@ -94,8 +93,8 @@ def test_a_prompt_s_rows_move_in_one_copy_for_each_sequence() -> None:
 
 
 def test_a_block_of_another_type_is_refused() -> None:
-    layer = LayerRows(make_pool(4), 0, [None])
-    layer.extend_each([0], torch.randn(3, WIDTH), [slice(0, 3)], [0])
+    layer = LayerRows([PagedRows(make_pool(4))])
+    layer.extend_each([0], torch.randn(3, WIDTH), [slice(0, 3)])
     for block in (torch.randn(3, WIDTH).bfloat16(), torch.randn(3, WIDTH + 1)):
         with pytest.raises(AssertionError):
             layer.moves(block, [(0, 0, 3, 0)])
@@ -112,7 +111,6 @@ def test_packed_bodies_come_where_a_rank_has_no_head_of_its_own(own_heads: int) 
         pool=PagePool([HostTier(1 << 20)], 1 << 13),
         device=cpu,
         residents=ResidentBudget(0, 1),
-        outgoing=deque(),
     )
     store = TieredStore(0, 1, engine)
     store.set_format(torch.empty(own_heads, 0, 16), torch.empty(own_heads, 0, 16))

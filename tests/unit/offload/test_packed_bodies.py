@@ -1,7 +1,6 @@
 """What compression keeps, off the accelerator in few bits: rounded once, as rows of all heads are."""
 
 import copy
-from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +58,7 @@ def test_a_body_is_rounded_as_rows_are(
     tiers: list[Any] = [HostTier(2 * PAGE if on_disk else 400 * PAGE), DiskTier(400 * PAGE, tmp_path)]
     pool = PagePool(tiers, PAGE)
     link = EmulatedLink()
-    engine: Any = SimpleNamespace(link=link, pool=pool, device=torch.device("cpu"), outgoing=deque())
+    engine: Any = SimpleNamespace(link=link, pool=pool, device=torch.device("cpu"))
     tiered = TieredBody(body, 0, engine, quantiser)
     assert tiered.page_bytes == PAGE * -(-body.index.tokens // (PAGE // row))
     assert (tiered.in_memory < tiered.tokens) == on_disk

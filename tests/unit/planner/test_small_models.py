@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 
-from benchmarks.harness.plain import PlainTimes
 from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import CallTimes
 from megakv.costmodel.stopwatch import Alone, Cases, Pool
@@ -56,8 +55,6 @@ def test_calls_are_told_apart() -> None:
     assert theirs.end(1) - before.end(1) == pytest.approx(found["pass_s"])
     assert ours.end(1) - theirs.end(1) == pytest.approx(added["pass_s"])
     assert (ours.step_s, whole.begin_s + whole.added.begin_s) == pytest.approx((own["step_s"], own["begin_s"]))
-    plainly = PlainTimes(whole, model)
-    assert plainly.prefill(9, generating=True) - plainly.prefill(9) == pytest.approx(plain["begin_s"])
 
 
 def test_real_cases_and_what_they_cost() -> None:
