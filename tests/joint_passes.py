@@ -10,7 +10,6 @@ import torch
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
-from megakv.forward.pauses import Pauses
 from megakv.weights.placement.attention import attention_modules
 
 
@@ -57,7 +56,7 @@ class Interleaving:
         self._together = together
         vocabulary = plain.config.get_text_config().vocab_size
         document = self.random.integers(3, vocabulary, size=length).tolist()
-        self.rows, self.worst, self.within = [], 0.0, 0
+        self.rows, self.worst = [], 0.0
         least = 8 if together else 2
         for _ in range(sequences):
             common = int(self.random.integers(0, length + 1))
@@ -74,7 +73,7 @@ class Interleaving:
             first = self.rows[: len(self.rows) // size * size]
             for row in first:
                 row.cache = self.engine.new_cache(forgets=False)
-            self._extend(first, [min(row.left for row in first)] * len(first), self._pauses(first))
+            self._extend(first, [min(row.left for row in first)] * len(first))
         while ready := [row for row in self.rows if row.left]:
             chosen = [row for row in ready if self.random.random() < 0.7] or ready[:1]
             single = self.random.random() < 0.4
@@ -86,27 +85,7 @@ class Interleaving:
             passes += 1
             if passes == failing:
                 self._fail(chosen, counts)
-            self._extend(chosen, counts, self._pauses(chosen))
-
-    def _pauses(self, rows: list[Row]) -> Pauses | None:
-        """Often, of a pass over those rows, some in which passes over others run."""
-        # Of its own: where the pass fails, some ranks may hear of it before its last pause, and others behind it.
-        random = np.random.default_rng(int(self.random.integers(2**31)))
-        if random.random() < 0.4:
-            return None
-
-        def run(stop: int, moments: list[float]) -> int:
-            others = [row for row in self.rows if row.left and row.cache is not None and row not in rows]
-            random.shuffle(others)
-            if others and random.random() < 0.8:
-                few = others[: int(random.integers(1, 3))]
-                counts = [min(row.left, 1 if random.random() < 0.6 else int(random.integers(1, 9))) for row in few]
-                self._extend(few, counts)
-                self.within += 1
-            assert len(moments) > 0
-            return stop + int(random.integers(1, 5))
-
-        return Pauses(int(random.integers(0, 4)), run)
+            self._extend(chosen, counts)
 
     def _begin(self, row: Row) -> None:
         """With what another sequence has read, if it begins alike."""
@@ -137,10 +116,10 @@ class Interleaving:
         self.engine.agreement.together(lambda: None)
         return CacheSpan.load(paths, mesh.cp_rank, mesh.cp_size, mesh.device)
 
-    def _extend(self, rows: list[Row], counts: list[int], pauses: Pauses | None = None) -> None:
+    def _extend(self, rows: list[Row], counts: list[int]) -> None:
         given = [row.tokens[row.done : row.done + count] for row, count in zip(rows, counts, strict=True)]
         before = [row.done for row in rows]
-        logits = self.engine.extend([row.cache for row in rows], given, pauses=pauses).float()
+        logits = self.engine.extend([row.cache for row in rows], given).float()
         for row, first, count, found in zip(rows, before, counts, logits, strict=True):
             assert row.done == first + count
             expected = row.expected[row.done - 1]
@@ -157,7 +136,7 @@ class Interleaving:
 
         hooks = [last.register_forward_hook(fail)] if broken else []
         try:
-            self._extend(rows, counts, self._pauses(rows))
+            self._extend(rows, counts)
         except (BrokenError, MegaKVError):
             pass
         else:

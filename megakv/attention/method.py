@@ -138,8 +138,6 @@ class AttentionCall:
 
     `queries` and `tokens` are those of `q_HLD` either way.
     """
-    pauses: bool = False
-    """Whether other passes may come between this layer and the next one: nothing may be on its way then."""
     _parts: list[Part] | None = field(default=None, init=False)
 
     @property
@@ -238,7 +236,7 @@ AttentionMethod = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 """A way to compute exact attention over tokens that are spread over ranks.
 
 It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries. An engine
-makes one instance, which all layers and passes call, and another for passes within passes.
+makes one instance, which all layers and passes call.
 """
 
 

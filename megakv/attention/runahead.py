@@ -54,7 +54,7 @@ class Runahead:
         self._link.start_layer(
             call,
             [messages.nbytes(index) for index in plan.incoming],
-            [] if call.pauses else self._expected(call.layer, plan),
+            self._expected(call.layer, plan),
         )
         self._link.send_own(call, plan, messages)
         places = _places(call) if call.layout.gathered and call.rank == call.size - 1 else {}

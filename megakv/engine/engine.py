@@ -33,7 +33,6 @@ from megakv.engine.session import Session
 from megakv.engine.session_files import HeadsHere, heads_of
 from megakv.fairkv.observation import Turn
 from megakv.forward.pass_plan import Generation
-from megakv.forward.pauses import Pauses
 from megakv.forward.runtime import Runtime
 from megakv.injection.hooks import ForwardHooks
 from megakv.injection.ownership import attach, detach
@@ -230,14 +229,12 @@ class MegaKVEngine(ServedEngine):
         caches: Sequence[ShardedCache],
         tokens: Sequence[Tokens],
         *,
-        pauses: Pauses | None = None,
         turn: Turn | None = None,
     ) -> Tensor:
         """One pass over new tokens of several sequences: ``[B, V]`` logits behind the last one of each, on every rank.
 
         Each sequence goes on in a cache of its own (`new_cache`), of whatever length, by one token or more; the logits
-        are those of `generate` on it alone. If the pass fails, every cache is as before. Within its `pauses` other
-        caches may be extended; what fails there ends this pass, too.
+        are those of `generate` on it alone. If the pass fails, every cache is as before.
 
         A cache is compressed in passes of its own, which are given the `turn` that its tokens belong to: when one comes
         to its end, to the budget. Joint passes leave all caches as they are. Unless the engine `joins` caches, every
@@ -250,24 +247,18 @@ class MegaKVEngine(ServedEngine):
             vocabulary, joint = self.module.config.get_text_config().vocab_size, self.joins and turn is None
             if joint:
                 inputs = joint_input(caches, tokens, self.new_cache(), vocabulary)
-            elif pauses is None:
-                inputs = own_input(caches, tokens, vocabulary, turn=turn is not None)
             else:
-                raise ValueError("a cache that goes through passes of its own cannot be given pauses")
+                inputs = own_input(caches, tokens, vocabulary, turn=turn is not None)
             for cache, own in zip(caches, tokens, strict=True):
                 self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
-            outer = self._runtime.current
-            if outer is not None and outer.pausing and any(outer.holds(cache) for cache in caches):
-                raise ValueError("a cache is part of the pass that pauses: it goes on when that has ended")
             if self._offloader is not None:
                 self._offloader.take_up(caches[0])
-            self._runtime.pauses = pauses
             self._runtime.generation = None if turn is None else Generation(caches[0], turn, 1)
             try:
                 logits: Tensor = self.module(**inputs).logits[:, 0]
             finally:
-                self._runtime.pauses = self._runtime.generation = None
+                self._runtime.generation = None
             if not joint:
                 # Of joint passes that is part.
                 self._comm.confirm()

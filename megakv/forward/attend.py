@@ -27,9 +27,6 @@ from megakv.forward.planning import PassPlanner
 if TYPE_CHECKING:
     from megakv.fairkv.replicas import HeadReplicas
 
-WITHIN = " within"
-"""Behind the names of methods that serve passes within others."""
-
 
 class PackedQueries:
     """Queries of a layer: without a stand-in row and, in the last layer, of the wanted tokens alone."""
@@ -128,7 +125,6 @@ class LayerAttention:
             comm=self.comm,
             compressed=plan.cache.holds_compressed,
             narrowed=queries.narrowed,
-            pauses=plan.pauses is not None,
         )
         out_HLD, lse_HL = self._over_ranks(plan, call)
         seen_HL = lse_HL
@@ -176,13 +172,12 @@ class LayerAttention:
         if call.narrowed:
             name = last_layer_method(name, call)
         self.comm.ledger.attended(name)
-        own = name if plan.outer is None else name + WITHIN
-        if own in self.methods:
-            return self.methods[own](call)
+        if name in self.methods:
+            return self.methods[name](call)
         method = METHODS[name].make()
         result = _checked(name, method(call), call)
         # One whose result is refused is looked at again in the next call.
-        self.methods[own] = method
+        self.methods[name] = method
         return result
 
     def _compressed(self, plan: PassPlan, call: AttentionCall, lse_HL: Tensor) -> Mapping[int, Notes]:

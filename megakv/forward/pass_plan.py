@@ -19,7 +19,6 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.observation import Turn
-from megakv.forward.pauses import Pauses
 
 T = TypeVar("T")
 
@@ -158,9 +157,6 @@ class PassPlan:
     """How many of its last tokens are candidates, and may be taken back."""
     compression: CompressionPlan = field(default_factory=CompressionPlan)
     generation: Generation | None = None
-    pauses: Pauses | None = None
-    outer: PassPlan | None = None
-    """The pass within which it runs, which goes on behind it."""
     token_step: TokenStep | None = None
     """Attends where a layer's rows are in this memory alone; None but for one new token of every sequence."""
     part: int | None = None
@@ -197,16 +193,6 @@ class PassPlan:
         """Whether no later pass belongs to the turn that it compresses."""
         turn = self.compression.turn
         return turn is None or self.slots == turn.stop
-
-    @property
-    def pausing(self) -> bool:
-        """Whether what begins now is within it."""
-        return self.pauses is not None and self.pauses.running
-
-    def holds(self, cache: ShardedCache) -> bool:
-        """Whether a cache is part of it, or of the pass around it."""
-        own = cache is self.cache or any(cache is member for member in getattr(self.cache, "members", ()))
-        return own or (self.outer is not None and self.outer.holds(cache))
 
     @property
     def batch(self) -> int:

@@ -23,9 +23,8 @@ from megakv.costmodel.context_parallel import Workload
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock
 from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.observation import Turn
-from megakv.forward.attend import WITHIN, LayerAttention
+from megakv.forward.attend import LayerAttention
 from megakv.forward.pass_plan import Generation, LastRows, PassPlan, PassState, Wanted
-from megakv.forward.pauses import Pauses
 from megakv.forward.planning import ModelTraits
 
 
@@ -39,8 +38,6 @@ class Runtime(LayerAttention):
     """
     current: PassPlan | None = None
     """The pass under way."""
-    pauses: Pauses | None = None
-    """Of the pass that begins next."""
     generation: Generation | None = None
     """The `generate` call under way."""
     rotate: Callable[[int, Tensor, int], Tensor] | None = None
@@ -61,8 +58,7 @@ class Runtime(LayerAttention):
         """Begin with methods that expect nothing of an earlier pass."""
         self._life = self.comm.watch.failures.life
         self.methods.clear()
-        for name in ("runahead", f"runahead{WITHIN}"):
-            self.methods[name] = Runahead(self.planner.runahead.chunk_tokens)
+        self.methods["runahead"] = Runahead(self.planner.runahead.chunk_tokens)
 
     def new_cache(self, layers: int) -> ShardedCache:
         """An empty cache in the memory of the model's device."""
@@ -106,9 +102,6 @@ class Runtime(LayerAttention):
         turn, compress, ends = self._turn(lengths, cache, slots)
         evict: tuple[int, ...] = ()
         watched = False
-        pauses, self.pauses = self.pauses, None
-        # A pass that was broken off, as by Ctrl-C, is no outer one.
-        outer = self.current if self.current is not None and self.current.pausing else None
         if (eviction := self.eviction) is not None and cache.compresses:
             full, watched = eviction.plan(cache, lengths, turn, compress)
             evict = full if ends else ()
@@ -124,7 +117,7 @@ class Runtime(LayerAttention):
             layout, method = self.planner.plan(new, cache, workload, proposed)
             compression = CompressionPlan(turn, compress, evict, watched)
             idle = self.compressor is None or compression.idle
-            plain = self.replicas is None and idle and pauses is None
+            plain = self.replicas is None and idle
             # Where all rows go through layers at once, leaving some out would take longer than to compute them.
             steps = plain and len(new) <= self.traits.few_rows and (size == 1 or layout.replicated)
             if not (steps or compression.scored or self.planner.decodes(workload, proposed)):
@@ -146,8 +139,6 @@ class Runtime(LayerAttention):
             last=last,
             compression=compression,
             generation=self.generation,
-            pauses=pauses,
-            outer=outer,
             use_cache=use_cache,
             return_dict=return_dict,
             state=state,
@@ -222,8 +213,6 @@ class Runtime(LayerAttention):
             return step.state.device_step.attend(layer, q_BHSD, k_BKSD, v_BKSD, scoring, sinks)
         if step.state.kinds is not None:
             step.state.kinds[layer] = LayerKind.of(q_BHSD, k_BKSD, v_BKSD, scoring)
-        if step.pauses is not None:
-            self._reach(step.pauses, 2 * layer)
         if (one := step.token_step) is not None and one.computes(q_BHSD, k_BKSD, v_BKSD, scoring):
             table = one.rows(step.cache.store(layer), k_BKSD[0], v_BKSD[0])
             if table is not None:
@@ -237,14 +226,7 @@ class Runtime(LayerAttention):
             with torch.autocast(kind, enabled=False):
                 q, k, v = (tensor.to(self.dtype) for tensor in (q_BHSD, k_BKSD, v_BKSD))
                 out = self.attend_layer(step, layer, q, k, v, scoring, sinks).to(q_BHSD.dtype)
-        if step.pauses is not None and not step.more:
-            self._reach(step.pauses, 2 * layer + 1)
         return out
-
-    def _reach(self, pauses: Pauses, stop: int) -> None:
-        decoding = self.comm.ledger.decoding
-        pauses.reach(stop)
-        self.comm.ledger.decoding = decoding
 
     def stepped(self, step: PassPlan, layer: int, window: int | None, method: str | None = None) -> None:
         """A layer has stored the new rows of a step of decoding, and attended to all; by that method, or the pass's."""

@@ -232,7 +232,7 @@ class ForwardHooks:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         step = self._runtime.current
-        outer = self._runtime.current = None if step is None else step.outer
+        self._runtime.current = None
         self._runtime.comm.ledger.leave_dense()
         if step is None:
             return None
@@ -253,7 +253,7 @@ class ForwardHooks:
         first = None if compression.turn is None else compression.turn.first
         step.cache.commit(step.slots, compressed=compression.compress, first=first, proposed=step.proposed)
         step.cache.evicted(compression.evict)
-        self._runtime.comm.watch.failures.inside = outer is not None
+        self._runtime.comm.watch.failures.inside = False
         output.logits = logits
         if not step.use_cache:
             # Made anew: an entry that was there once stays in a model's output, for `generate` to find.

@@ -76,8 +76,8 @@ class StepGraphs:
     def takes(self, step: PassPlan) -> bool:
         """See `StepKernel`. What graphs were captured of is looked at before the first step of a call."""
         tokens = step.tokens
-        plain = step.compression.idle and step.pauses is None
-        if len(tokens) != tokens.batch or not tokens.single or not plain or step.layout.wanted is not None:
+        plain = step.compression.idle and step.layout.wanted is None
+        if len(tokens) != tokens.batch or not tokens.single or not plain:
             self._stale = True
             return False
         called = step.generation is not None and step.generation is self._generation()

@@ -168,14 +168,12 @@ class TokenLayer:
         return plan
 
     def _at_once(self, step: PassPlan, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor | None:
-        """The layer in one call, with those that follow; None, with nothing done, where rows lie elsewhere too, or a
-        pass comes between.
-        """
+        """The layer in one call, with those that follow; None, with nothing done, where rows lie elsewhere too."""
         one, comm = step.token_step, self._runtime.comm
         if step.slices not in self._calls:
             self._calls[step.slices] = self._call(slices=step.slices)
         call = self._calls[step.slices]
-        if call is None or one is None or step.pauses is not None or x.shape[-2] != one.length:
+        if call is None or one is None or x.shape[-2] != one.length:
             return None
         layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
         tables = list[RowTable]()

@@ -77,13 +77,8 @@ class Admission:
         return self.tree.used_tokens + self._reserved + answer.most - used <= self.capacity
 
     def _make_space(self, answer: Answer) -> bool:
-        """Let those of lower priority wait again, the latest first; what they have computed is kept.
-
-        Where one of them is part of a pass that goes on, that is waited for: without it others might wait in vain.
-        """
+        """Let those of lower priority wait again, the latest first; what they have computed is kept."""
         others = [other for other in self.running if other.priority < answer.priority]
-        if any(other.paused for other in others):
-            return False
         for other in sorted(others, key=lambda each: (each.priority, -each.arrival)):
             self.leave(other)
             other.wait(self.tree.root)
@@ -114,13 +109,8 @@ class Admission:
 
     def readers(self) -> list[Answer]:
         """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [
-            answer for answer in self.running if answer.state == "reading" and not (answer.paused or answer.alone)
-        ]
+        reading = [answer for answer in self.running if answer.state == "reading" and not answer.alone]
         ahead: dict[int, list[Answer]] = {}
-        for answer in self.running:
-            if answer.paused:
-                ahead.setdefault(answer.node.id, []).append(answer)
         found = []
         for at in turns([self.reader(answer) for answer in reading]):
             answer = reading[at]

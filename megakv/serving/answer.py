@@ -46,10 +46,6 @@ class Answer:
     failures: int = 0
     counted: bool = False
     """Whether its prompt is part of what was counted, and its client knows that it runs."""
-    paused: bool = False
-    """Part of a pass that others run within: its cache is not to be touched until that has ended."""
-    cancelled: bool = False
-    """It ends with that pass."""
     token_at: float | None = None
 
     def __post_init__(self) -> None:
@@ -108,4 +104,3 @@ class Answer:
     def wait(self, root: Node) -> None:
         """It has no cache any more."""
         self.state, self.node, self.cached, self.hits, self.number = "waiting", root, 0, 0, 0
-        self.paused = False

@@ -92,11 +92,10 @@ SEQUENCES = 8
 
 @dataclass(frozen=True)
 class FirstPasses:
-    """The memory that there is, how long passes took, of a model with so many layers."""
+    """The memory that there is, and how long passes took."""
 
     kv: KVMemory
     times: PassTimes
-    layers: int
 
 
 @without_autograd
@@ -121,7 +120,7 @@ def first_passes(engine: MegaKVEngine, settings: ServingSettings) -> FirstPasses
     except (MegaKVError, RuntimeError) as error:
         # Whoever asks for as much will be told; there may be many who do not.
         logger.warning("a pass before the first request failed: %s", error)
-    return FirstPasses(kv, times, len(cache))
+    return FirstPasses(kv, times)
 
 
 def _time_sequences(

@@ -17,10 +17,10 @@ from megakv.serving.prefix_node import Node
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
-from megakv.serving.scheduler import Choice, Scheduler
+from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts
-from megakv.serving.turns import Queue, Reader
+from megakv.serving.turns import Queue
 
 MOST_FAILURES = 2
 """An answer that was part of so many passes that failed ends with the error."""
@@ -33,9 +33,6 @@ class Pass:
     parts: list[tuple[Answer, int]]
     size: PassSize
     awaited: list[Node]
-    stops: int | None
-    """As of its `Plan`."""
-    paused_s: float = 0.0
 
 
 @dataclass
@@ -68,7 +65,6 @@ class Leader:
         keeps: bool = True,
         is_here: Callable[[int], bool] = lambda node: True,
         held: Callable[[int], tuple[int, ...]] = lambda number: (),
-        clock: Callable[[], float] = time.perf_counter,
     ):
         self.tree, self.counts = tree, Counts()
         self._joins, self._keeps, self._held = joins, keeps, held
@@ -77,14 +73,7 @@ class Leader:
         self._by_id: dict[str, Answer] = {}
         # Of those whose passes have no other, who has not had one since the last of all others.
         self._alone: list[Answer] = []
-        # The pass under way, and the one within it.
-        self._passes: list[Pass] = []
-        self._clock = clock
-        # When the pause began that the pass under way is in, when its layers last went on, and how long each part took
-        # from one stop to the next, until the scheduler hears of it.
-        self._paused_at: float | None = None
-        self._resumed_at = 0.0
-        self._parts: list[float] | None = None
+        self._pass: Pass | None = None
         self._reset = False
 
     # What comes in
@@ -103,10 +92,7 @@ class Leader:
 
     def cancel(self, request_id: str) -> None:
         """A request ends, if it has not yet."""
-        answer = self._by_id.get(request_id)
-        if answer is not None and answer.paused:
-            answer.cancelled = True
-        elif answer is not None:
+        if (answer := self._by_id.get(request_id)) is not None:
             self._end(answer, Finished("cancelled"))
 
     @property
@@ -128,47 +114,21 @@ class Leader:
 
     def plan(self) -> Plan | None:
         """What all ranks do next; None if there is nothing to do."""
-        self._passes = []
-        plan = self._planned(self._scheduler.next)
-        if not plan.commands and not plan.sequences and not plan.reset:
-            return None
-        if plan.stops is not None:
-            for answer, _ in self._passes[0].parts:
-                answer.paused = True
-        return plan
-
-    def computes(self) -> None:
-        """What a plan has to do before its pass is done."""
-        if len(self._passes) == 1:
-            self._resumed_at = self._clock()
-
-    def plan_within(self, moments: Sequence[float]) -> Plan:
-        """What all ranks do next in a pause of the pass under way: another pass, or to go on with it.
-
-        `moments` are those at which its stops were reached since the last pause.
-        """
-        if self._paused_at is None:
-            self._paused_at = moments[-1]
-            self._parts = [after - before for before, after in itertools.pairwise([self._resumed_at, *moments])]
-            self._alone = [answer for answer in self.running if answer.alone and answer.state == "decoding"]
-        return self._planned(self._within)
-
-    def _within(self, readers: Sequence[Reader], decoding: PassSize) -> Choice:
-        parts, self._parts = self._parts, None
-        return self._scheduler.within(readers, decoding, parts)
-
-    def _planned(self, choose: Callable[[Sequence[Reader], PassSize], Choice]) -> Plan:
-        now = time.time()
+        now, self._pass = time.time(), None
         self._admission.admit(now)
         for answer in self.running:
-            if answer.state == "reading" and not answer.paused:
+            if answer.state == "reading":
                 self._admission.advance(answer, now)
+        plan = self._next_pass()
+        return plan if plan.commands or plan.sequences or plan.reset else None
+
+    def _next_pass(self) -> Plan:
         if (alone := self._next_alone()) is not None:
             return self._planned_alone(alone)
         decoding = [answer for answer in self.running if answer.state == "decoding" and not answer.alone]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
         readers = self._admission.readers()
-        choice = choose([self._admission.reader(answer) for answer in readers], size)
+        choice = self._scheduler.next([self._admission.reader(answer) for answer in readers], size)
         chosen = [(answer, 1) for answer in decoding]
         if not choice.decodes:
             size, chosen = PassSize(), []
@@ -176,11 +136,10 @@ class Leader:
             if new:
                 chosen.append((answer, new))
                 size = size.with_prompt(answer.cached, new)
-        if not self._passes:
-            self._alone = [answer for answer in self.running if answer.alone]
-            if not chosen and (alone := self._next_alone()) is not None:
-                return self._planned_alone(alone)
-        return self._made(chosen, size, choice.stops)
+        self._alone = [answer for answer in self.running if answer.alone]
+        if not chosen and (alone := self._next_alone()) is not None:
+            return self._planned_alone(alone)
+        return self._made(chosen, size)
 
     def _next_alone(self) -> Answer | None:
         """Whose turn it is of those whose passes have no other."""
@@ -195,57 +154,48 @@ class Leader:
         """
         read, end = answer.cached, len(answer.request.prompt if answer.request.compresses else answer.tokens)
         if answer.state == "decoding" or read >= end:
-            return self._made([(answer, 1)], PassSize(), None)
+            return self._made([(answer, 1)], PassSize())
         reader = replace(self._admission.reader(answer), left=end - read)
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
-        return self._made([(answer, new)], PassSize().with_prompt(read, new), None)
+        return self._made([(answer, new)], PassSize().with_prompt(read, new))
 
-    def _made(self, chosen: list[tuple[Answer, int]], size: PassSize, stops: int | None) -> Plan:
+    def _made(self, chosen: list[tuple[Answer, int]], size: PassSize) -> Plan:
         """The plan of a pass, with what becomes of prefixes."""
         coming = list(self.tree.loading.values())
         # Where there is nothing else to do, what is being read is waited for.
-        waits = not chosen and stops is None
-        awaited = coming if waits else [node for node in coming if self._is_here(node.id)]
+        awaited = coming if not chosen else [node for node in coming if self._is_here(node.id)]
         commands = self.tree.commands
         self.tree.commands = []
         if awaited:
             commands.append(Await(tuple(node.id for node in awaited)))
-        self._passes.append(Pass(chosen, size, awaited, stops))
+        self._pass = Pass(chosen, size, awaited)
         tokens = tuple(tuple(answer.tokens[answer.cached : answer.cached + new]) for answer, new in chosen)
         reset, self._reset = self._reset, False
         numbers = tuple(answer.number for answer, _ in chosen)
-        return Plan(tuple(commands), numbers, tokens, stops, reset)
+        return Plan(tuple(commands), numbers, tokens, reset)
 
     # What came of it
 
     def absorb(self, outcome: Outcome) -> None:
         """Take what a plan came to."""
-        if not self._passes:
+        if (done := self._pass) is None:
             return
-        now, done = time.time(), self._passes.pop()
+        now, self._pass = time.time(), None
         for node in done.awaited:
             self.tree.loaded(node, node.id not in outcome.unread)
         if done.awaited:
             self._admission.go_on(now)
         if done.parts:
             self._absorb_pass(done, outcome, now)
-        if self._passes and done.stops is not None and self._paused_at is not None:
-            self._resumed_at = self._clock()
-            self._passes[0].paused_s += self._resumed_at - self._paused_at
-            self._paused_at = None
 
     def _absorb_pass(self, done: Pass, outcome: Outcome, now: float) -> None:
         self.counts.passes += 1
-        if done.stops is not None and not self._passes:
-            last = self._clock() - self._resumed_at
-            self._scheduler.measured_with_pauses(done.size, outcome.seconds - done.paused_s, last=last)
-        elif done.size != PassSize():
+        if done.size != PassSize():
             reading = done.size.prompt_tokens > 0 or any(answer.state == "reading" for answer in self.running)
             self._scheduler.measured(done.size, outcome.seconds, reading=reading)
         asked: list[tuple[int, Answer]] = []
         for row, (answer, new) in enumerate(done.parts):
             answer.cached += new
-            answer.paused = False
             self._admission.shares.serve(answer, new if answer.state == "reading" else NEW_TOKEN * new)
             if answer.state == "reading":
                 self._admission.keep(answer, now)
@@ -253,9 +203,7 @@ class Leader:
                 if not answer.new:
                     ranks = self._held(answer.number)
                     answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens), ranks))
-            if answer.cancelled:
-                self._end(answer, Finished("cancelled"))
-            elif not answer.left:
+            if not answer.left:
                 asked.append((row, answer))
         if asked:
             assert outcome.logits is not None
@@ -306,15 +254,13 @@ class Leader:
         it have tried that.
         """
         self.tree.forget_memory()
-        part = [answer for each in self._passes for answer, _ in each.parts]
+        part = [] if self._pass is None else [answer for answer, _ in self._pass.parts]
         self._reset, again = True, self.running
-        self._admission.running, self._passes, self._paused_at, self._alone = [], [], None, []
+        self._admission.running, self._pass, self._alone = [], None, []
         for answer in reversed(again):
             answer.wait(self.tree.root)
             answer.failures += not part or answer in part
-            if answer.cancelled:
-                self._finish(answer, Finished("cancelled"))
-            elif answer.failures >= MOST_FAILURES:
+            if answer.failures >= MOST_FAILURES:
                 self._finish(answer, Finished("error", message))
             else:
                 self._admission.queue.add(answer, first=True)
@@ -324,4 +270,4 @@ class Leader:
         for answer in [*self.running, *self._admission.queue]:
             self._finish(answer, Finished("error", message))
         self._admission.running, self._admission.queue = [], Queue(self._admission.shares)
-        self._passes, self._alone = [], []
+        self._pass, self._alone = None, []

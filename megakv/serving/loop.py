@@ -7,13 +7,11 @@ import logging
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 
 from megakv.base.device import without_autograd
 from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.engine.engine import MegaKVEngine
 from megakv.engine.session_files import fingerprint
-from megakv.forward.pauses import Pauses
 from megakv.serving.first_passes import first_passes, memory_in_use
 from megakv.serving.inbox import Inbox, RefusedError
 from megakv.serving.leader import Leader, Outcome
@@ -197,8 +195,8 @@ class ServingLoop:
         """Make the tree, with what takes its requests."""
         if self._comm.mesh.rank != 0:
             return
-        first, tree = self._first, self._tree()
-        scheduler = Scheduler(self._settings, first.times, first.layers, most_mixed=first.times.few)
+        tree, times = self._tree(), self._first.times
+        scheduler = Scheduler(self._settings, times, most_mixed=times.few)
         with self._changing:
             self._leader = Leader(
                 self._settings,
@@ -237,7 +235,7 @@ class ServingLoop:
                 plan = agreement.decide(self._plan)
                 if plan.reports:
                     self._memory = tuple(self._comm.gather_objects(memory_in_use(self._comm.mesh.device)))
-                self._carry_out(plan, None if plan.stops is None else Pauses(plan.stops, self._pause))
+                self._carry_out(plan)
         except PeerLostError:
             raise
         except SURVIVED as error:
@@ -252,22 +250,12 @@ class ServingLoop:
             raise MegaKVError(plan.error)
         return plan.ends
 
-    def _pause(self, stop: int, moments: list[float]) -> int:
-        """Others' passes within one that is at a stop; the one at which it pauses next."""
-        while True:
-            plan = self._engine.agreement.decide(partial(self._plan_within, moments))
-            self._carry_out(plan, None)
-            if plan.stops is not None:
-                return stop + plan.stops
-
-    def _carry_out(self, plan: Plan, pauses: Pauses | None) -> None:
+    def _carry_out(self, plan: Plan) -> None:
         """A plan's commands and its pass; rank 0 takes what comes of them."""
         began = time.perf_counter()
         unread = self._worker.prepare(plan)
+        logits = self._worker.compute(plan)
         if (leader := self._leader) is not None:
-            leader.computes()
-        logits = self._worker.compute(plan, pauses)
-        if leader is not None:
             with self._changing:
                 leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
                 self._inbox.queued = leader.waiting
@@ -302,17 +290,6 @@ class ServingLoop:
                 return plan
             self._inbox.wait(min(LOOK_SECONDS, self._comm.mesh.timeout_s / 8))
             self._comm.watch.check("waiting for requests")
-
-    def _plan_within(self, moments: list[float]) -> Plan:
-        """What is next within the pass that pauses: nothing is waited for."""
-        leader = self._leader
-        assert leader is not None
-        with self._changing:
-            self._take(leader)
-            plan = leader.plan_within(moments)
-            self._inbox.queued = leader.waiting
-        self._sent_at = time.monotonic()
-        return plan
 
     def _take(self, leader: Leader) -> None:
         requests, cancelled = self._inbox.take()

@@ -111,9 +111,6 @@ class Plan:
     sequences: tuple[int, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
     """New ones of each of them."""
-    stops: int | None = None
-    """Its pass pauses at that stop (`Pauses`), and other plans follow within it; of these, the last one says how many
-    stops later the pass pauses again."""
     reset: bool = False
     """Forget all that is in memory, before anything else: ranks may hold different things after a failure."""
     reports: bool = False

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from megakv.tracking.served import MOST_MOMENTS, Moment, ServedCounts, ServedState, ServedTraffic, Tier, thinned
@@ -88,23 +88,14 @@ class TrafficLog:
 
     def _look(self) -> None:
         stats = self._stats()
-        self._moments.append(
-            Moment(
-                at_s=time.monotonic() - self._began,
-                waiting=stats.waiting,
-                running=stats.running,
-                prompt_tokens=stats.prompt_tokens,
-                hit_tokens=stats.hit_tokens,
-                new_tokens=stats.new_tokens,
-                kv_tokens=dict(stats.kv_tokens),
-            )
-        )
+        now = {each.name: getattr(stats, each.name) for each in fields(Moment) if each.name != "at_s"}
+        self._moments.append(Moment(at_s=time.monotonic() - self._began, **now))
         if len(self._moments) >= MOST_MOMENTS:
             self._moments = thinned(self._moments)
             self._interval_s *= 2
         scalars = self._traffic(stats).scalars()
-        now = {"served/waiting": float(stats.waiting), "served/running": float(stats.running)}
-        self._tracker.log(scalars | now, self._step)
+        scalars |= {"served/waiting": float(stats.waiting), "served/running": float(stats.running)}
+        self._tracker.log(scalars, self._step)
         self._step += 1
 
     def _traffic(self, stats: ServingStats) -> ServedTraffic:

@@ -232,20 +232,6 @@ def turns(readers: Sequence[Reader]) -> list[int]:
     return order
 
 
-def is_due(reader: Reader, others: Sequence[tuple[Reader, int]]) -> bool:
-    """Whether its turn comes before those of others, of whom a pass under way reads so many tokens each."""
-    claims = Claims()
-    for other, count in others:
-        claims.add(other, count)
-    for other, _ in others:
-        if (other.key, other.user) == (reader.key, reader.user):
-            return False
-        level = int(other.key == reader.key)
-        if reader.served[level] >= claims.behind(other, other.served)[level]:
-            return False
-    return True
-
-
 def allot(readers: Sequence[Reader], order: Sequence[int], total: int) -> list[int]:
     """So many tokens in that order; of the highest priority, the prompt that came first has its part in any case."""
     chunks = [0] * len(readers)

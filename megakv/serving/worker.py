@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,8 +11,8 @@ from torch import Tensor
 from megakv.cache.cache import ShardedCache
 from megakv.cache.span import CacheSpan
 from megakv.distributed.comm import Communicator
+from megakv.engine.engine import MegaKVEngine
 from megakv.fairkv.observation import Turn
-from megakv.forward.pauses import Pauses
 from megakv.serving.plan import Attach, Await, Close, Drop, Erase, Keep, Load, Move, Plan, Split, Write
 from megakv.serving.prefix_folder import PrefixFolder
 
@@ -120,24 +119,10 @@ BLOCK_SHARE = 2
 piece."""
 
 
-class ServedEngine(Protocol):
-    """What serving needs of an engine."""
-
-    def new_cache(self, *, forgets: bool, compresses: bool) -> ShardedCache: ...
-    def extend(
-        self,
-        caches: Sequence[ShardedCache],
-        tokens: Sequence[Sequence[int]],
-        *,
-        pauses: Pauses | None,
-        turn: Turn | None,
-    ) -> Tensor: ...
-
-
 class Worker:
     """One rank's caches and kept spans."""
 
-    def __init__(self, engine: ServedEngine, comm: Communicator, store: PrefixStore):
+    def __init__(self, engine: MegaKVEngine, comm: Communicator, store: PrefixStore):
         self._engine, self._comm, self._store = engine, comm, store
         self._caches: dict[int, ShardedCache] = {}
         self._turns: dict[int, Turn] = {}
@@ -182,7 +167,7 @@ class Worker:
         """How many tokens of a cache every context-parallel rank has."""
         return tuple(self._caches[sequence].table.counts().sum(1).tolist())
 
-    def compute(self, plan: Plan, pauses: Pauses | None) -> Tensor | None:
+    def compute(self, plan: Plan) -> Tensor | None:
         """Carry out its pass: the logits behind the last new token of each sequence."""
         if not plan.sequences:
             return None
@@ -194,7 +179,7 @@ class Worker:
             else:
                 self._prompts.pop(sequence, None)
         turn = self._turns.get(plan.sequences[0])
-        return self._engine.extend(caches, plan.tokens, pauses=pauses, turn=turn)
+        return self._engine.extend(caches, plan.tokens, turn=turn)
 
 
 def blocks(held: int, new: int, layers: int) -> list[int]:

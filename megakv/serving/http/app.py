@@ -17,12 +17,13 @@ from megakv.serving.http.answers import Answers, Mailbox, check_serves
 from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read_generation_config
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
 from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
+from megakv.serving.http.conversations import Conversations, Turn
 from megakv.serving.http.errors import ApiError, broken
 from megakv.serving.http.metrics import Metrics, status
 from megakv.serving.http.parts import Parts
 from megakv.serving.http.prompt_reader import BodyLimits, BodyScanner
 from megakv.serving.http.prompt_work import Prompts, PromptWork
-from megakv.serving.http.responses import Conversations, ResponseAnswer, Turn, messages_of
+from megakv.serving.http.responses import ResponseAnswer, messages_of
 from megakv.serving.http.schemas import Body, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.stream import EventStream, while_listened_to

@@ -46,7 +46,6 @@ class Guard:
         try:
             if length is not None and _all(scope["headers"], b"transfer-encoding"):
                 # Something before this server may have gone by the one where h11 goes by the other.
-                length = None
                 message = "a request has Content-Length or Transfer-Encoding; leave one of the two out"
                 raise ApiError(400, message, code="invalid_http", headers=LAST)
             scope["key"] = self._admitted(scope)

@@ -25,11 +25,25 @@ TIERS = {
 }
 
 
-class StatsCollector(Collector):
-    """The loop's own counts, read whenever they are asked for."""
+class Metrics(Collector):
+    """Measurements of one server, in a registry of its own: those of HTTP, and the loop's as they are when asked."""
 
     def __init__(self, stats: Callable[[], ServingStats]):
-        self._stats = stats
+        self._stats, self._registry = stats, CollectorRegistry()
+        self._registry.register(self)
+        self._calls = Counter("megakv_http_requests", "HTTP requests", ["path", "status"], registry=self._registry)
+        self._ttft = Histogram(
+            "megakv_time_to_first_token_seconds",
+            "From a request to its answer's first token",
+            buckets=SECONDS,
+            registry=self._registry,
+        )
+        self._per_token = Histogram(
+            "megakv_time_per_output_token_seconds",
+            "Mean time from one token of an answer to the next",
+            buckets=TOKEN_SECONDS,
+            registry=self._registry,
+        )
 
     def collect(self) -> Iterator[Metric]:
         """All of them."""
@@ -48,27 +62,6 @@ class StatsCollector(Collector):
         for rank, value in enumerate(stats.memory_bytes):
             memory.add_metric([str(rank)], value)
         yield memory
-
-
-class Metrics:
-    """Of one server, in a registry of its own."""
-
-    def __init__(self, stats: Callable[[], ServingStats]):
-        self._registry = CollectorRegistry()
-        self._registry.register(StatsCollector(stats))
-        self._calls = Counter("megakv_http_requests", "HTTP requests", ["path", "status"], registry=self._registry)
-        self._ttft = Histogram(
-            "megakv_time_to_first_token_seconds",
-            "From a request to its answer's first token",
-            buckets=SECONDS,
-            registry=self._registry,
-        )
-        self._per_token = Histogram(
-            "megakv_time_per_output_token_seconds",
-            "Mean time from one token of an answer to the next",
-            buckets=TOKEN_SECONDS,
-            registry=self._registry,
-        )
 
     def count(self, path: str, status: int) -> None:
         """A request that was answered; paths are those of the endpoints, no stranger's."""

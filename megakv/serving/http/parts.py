@@ -206,24 +206,20 @@ class CallsParts:
     """An array of calls, as of `Form.calls`: each of them when it is whole."""
 
     def __init__(self) -> None:
-        self._call = ""
-        self._depth, self._quoted, self._escaped = 0, False, False
+        self._text = ""
 
     def add(self, text: str, *, last: bool) -> list[Part]:
         found: list[Part] = []
-        for letter in text:
-            if self._quoted:
-                self._quoted = self._escaped or letter != '"'
-                self._escaped = letter == "\\" and not self._escaped
-            else:
-                self._quoted = letter == '"'
-                self._depth += {"{": 1, "}": -1}.get(letter, 0)
-            if self._depth:
-                self._call += letter
-            elif letter == "}":
-                name, _, arguments = self._call.removeprefix(CALL_NAME).partition(CALL_ARGUMENTS)
-                found.append(ToolCall(json.loads(name), arguments))
-                self._call = ""
+        self._text += text
+        # No call ends without one.
+        while "}" in text and (begin := self._text.find("{")) >= 0:
+            try:
+                _, end = json.JSONDecoder().raw_decode(self._text, begin)
+            except (ValueError, RecursionError):
+                break
+            name, _, arguments = self._text[begin : end - 1].removeprefix(CALL_NAME).partition(CALL_ARGUMENTS)
+            found.append(ToolCall(json.loads(name), arguments))
+            self._text = self._text[end:]
         return found
 
 

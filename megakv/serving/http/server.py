@@ -67,17 +67,13 @@ def limited_protocol(*, most: int, stall_s: float) -> type[H11Protocol]:
             self._stop_waiting()
             super().connection_lost(exc)
 
-        def handle_events(self) -> None:
-            before = self.cycle
-            super().handle_events()
-            if self.cycle is not before:
-                self._stop_waiting()
-
         def data_received(self, data: bytes) -> None:
             if not self.transport.is_closing():
                 super().data_received(data)
-                # Between two requests the keep-alive time is over with a request's first byte.
-                if self._headers_due is None and (self.cycle is None or self.cycle.response_complete):
+                if self.cycle is not None and not self.cycle.response_complete:
+                    self._stop_waiting()
+                elif self._headers_due is None:
+                    # Between two requests the keep-alive time is over with a request's first byte.
                     self._headers_due = self.loop.call_later(stall_s, self._give_up)
 
         def send_400_response(self, msg: str) -> None:

@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 
 import megakv
 from megakv.fairkv.observation import Turn
-from megakv.forward.pauses import Pauses
 from megakv.injection.step import TokenLayers
 from tests.families import CONFIGS, VOCAB, llama, llama_dynamic_rope
 from tests.joint_passes import Interleaving
@@ -88,33 +87,21 @@ def test_what_is_no_pass_is_refused(alone: None) -> None:
         assert cache.length == 0 and pair.length == 4
 
 
-def test_passes_within_a_pass(alone: None) -> None:
-    """What is refused there, and that nothing is left of a pass that was broken off."""
+def test_nothing_is_left_of_a_pass_that_was_broken_off(alone: None) -> None:
     engine, _ = engine_of(llama())
+
+    def broken(*_: object) -> None:
+        raise KeyboardInterrupt
+
     with engine:
-        cache, other = engine.new_cache(), engine.new_cache()
+        cache = engine.new_cache()
         expected = engine.extend([engine.new_cache()], [[1, 2, 3]])
-        stops: list[int] = []
-
-        def run(stop: int, moments: list[float]) -> int:
-            assert len(moments) == 1
-            stops.append(stop)
-            with pytest.raises(ValueError, match="part of the pass"):
-                engine.extend([cache], [[4]])
-            engine.extend([other], [[stop]])
-            return stop + 1
-
-        assert torch.allclose(engine.extend([cache], [[1, 2, 3]], pauses=Pauses(0, run)), expected, atol=1e-5)
-        # Before and behind the attention of each layer.
-        assert stops == list(range(2 * engine.module.config.num_hidden_layers)) and other.length == len(stops)
-
-        def broken(stop: int, moments: list[float]) -> int:
-            raise KeyboardInterrupt
-
+        handle = engine.module.model.layers[-1].register_forward_pre_hook(broken)
         with pytest.raises(KeyboardInterrupt):
-            engine.extend([cache], [[5]], pauses=Pauses(1, broken))
+            engine.extend([cache], [[5]])
+        handle.remove()
         assert torch.allclose(engine.extend([engine.new_cache()], [[1, 2, 3]]), expected, atol=1e-5)
-        assert engine._runtime.current is None and engine._runtime.pauses is None
+        assert cache.length == 0 and engine._runtime.current is None
 
 
 @pytest.mark.parametrize("kv_bits", [None, 8])
@@ -139,8 +126,6 @@ def test_offloaded_caches_have_passes_of_their_own(alone: None, method: str, kv_
         logits = engine.extend([twin], [prompts[0, 65:]])
         torch.testing.assert_close(logits, model(prompts[:1]).logits[:, -1], **close)
         assert engine.room(twin, 1) > engine.room(twin, 20) > 0
-        with pytest.raises(ValueError, match="passes of its own"):
-            engine.extend([twin], [[5]], pauses=Pauses(0, int))
         with pytest.raises(ValueError, match="passes of their own"):
             engine.extend([twin, caches[0]], [[5], [5]])
 
@@ -167,13 +152,15 @@ def test_a_turn_is_compressed_in_passes_of_its_own(alone: None) -> None:
         other = engine.new_cache(forgets=False, compresses=False)
         torch.testing.assert_close(engine.extend([other], [ids[0]]), exact, rtol=1e-4, atol=1e-4)
         assert not other.holds_compressed
-        for caches, options in (([other], {}), ([own, engine.new_cache()], {}), ([own], {"pauses": Pauses(0, int)})):
-            with pytest.raises(ValueError, match="a turn is of a cache|of their own|cannot be given pauses"):
-                engine.extend(caches, [[5]] * len(caches), turn=turn, **options)
+        for caches in ([other], [own, engine.new_cache()]):
+            with pytest.raises(ValueError, match="a turn is of a cache|of their own"):
+                engine.extend(caches, [[5]] * len(caches), turn=turn)
 
 
-def test_tokens_within_a_pass_do_not_look_at_layers_again(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once behind the beginning of a prompt's pass: looking takes as long as a token."""
+def test_streams_between_parts_of_a_prompt_do_not_look_at_layers_again(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once behind each part by itself: looking takes as long as a token."""
     looks, look = list[int](), TokenLayers._look
     monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
     engine, _ = engine_of(llama())
@@ -181,14 +168,10 @@ def test_tokens_within_a_pass_do_not_look_at_layers_again(alone: None, monkeypat
         streams = [engine.new_cache(forgets=False) for _ in range(3)]
         for stream in streams:
             engine.extend([stream], [[3, 4, 5]])
-
-        def run(stop: int, moments: list[float]) -> int:
-            for _ in range(2):
-                engine.extend(streams, [[7]] * 3)
-            return stop + 1
-
         for _ in range(3):
-            engine.extend([engine.new_cache(forgets=False)], [[1, 2, 3]], pauses=Pauses(0, run))
+            engine.extend([engine.new_cache(forgets=False)], [[1, 2, 3]])
+            for _ in range(4):
+                engine.extend(streams, [[7]] * 3)
     # The streams' prompts were few tokens.
     assert len(looks) == 3 + 3 and streams[0].length > 3 + 6
 

@@ -17,7 +17,6 @@ from transformers.generation.streamers import BaseStreamer
 
 import megakv
 from megakv.attention import device_step
-from megakv.forward.pauses import Pauses
 from megakv.injection import step_graphs
 from megakv.injection.step_graphs import padded
 from tests.unit.injection.replayed import Replayed, attend_step, replayed
@@ -125,8 +124,8 @@ class Restored:
         Restored.times += 1
 
 
-def test_passes_within_others(graphs: list[Replayed]) -> None:
-    """Nine streams' steps, padded to sixteen, within a prompt whose last layer computes one row."""
+def test_passes_between_others(graphs: list[Replayed]) -> None:
+    """Nine streams' steps, padded to sixteen, between prompts whose last layer computes one row."""
     model = plain_model("llama")
     engine = megakv.init_inference(copy.deepcopy(model), {"dtype": "fp32"})
     texts = [[random.randint(3, 190) for _ in range(random.randint(2, 9))] for _ in range(9)]
@@ -134,16 +133,14 @@ def test_passes_within_others(graphs: list[Replayed]) -> None:
     for text, cache in zip(texts, streams, strict=True):
         engine.extend([cache], [text])
 
-    def run(stop: int, moments: list[float]) -> int:
-        new = [[random.randint(3, 190)] for _ in texts]
-        for text, own in zip(texts, new, strict=True):
-            text += own
-        check_logits(model, texts, engine.extend(streams, new))
-        return stop + 1
-
     for _ in range(2):
         prompt = [random.randint(3, 190) for _ in range(40)]
-        check_logits(model, [prompt], engine.extend([engine.new_cache()], [prompt], pauses=Pauses(0, run)))
+        check_logits(model, [prompt], engine.extend([engine.new_cache()], [prompt]))
+        for _ in range(3):
+            new = [[random.randint(3, 190)] for _ in texts]
+            for text, own in zip(texts, new, strict=True):
+                text += own
+            check_logits(model, texts, engine.extend(streams, new))
     assert len(graphs) == 1 and graphs[0].replays >= 4
     engine.destroy()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,6 @@ from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 
 VOCABULARY = 97
-LAYERS = 30
 GREEDY = Sampling(temperature=0)
 
 
@@ -86,15 +85,11 @@ class Simulation:
         self.now = 0.0
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
-        scheduler = Scheduler(settings, PassTimes(most_mixed), LAYERS, most_mixed=most_mixed)
+        scheduler = Scheduler(settings, PassTimes(most_mixed), most_mixed=most_mixed)
         capacity = settings.kv_tokens or 1 << 40
         self._room, self._copies = capacity, copies
         space: dict[str, Any] = {"capacity": capacity, "copies": copies, "joins": copies is None}
-        self.leader = Leader(settings, self.tree, scheduler, **space, clock=lambda: self.now)
-        self.within: Callable[[], None] = lambda: None
-        """What happens in a pause, of which there were so many."""
-        self.pauses = 0
-        self._held: set[int] = set()
+        self.leader = Leader(settings, self.tree, scheduler, **space)
         self._turns: dict[int, int] = {}
         self.streams: dict[str, Stream] = {}
         self.caches: dict[int, tuple[int, ...]] = {}
@@ -136,7 +131,6 @@ class Simulation:
     def _carry_out(self, plan: Plan) -> None:
         unread = self._prepare(plan)
         assert self._copies is None or sum(map(len, self.caches.values())) <= self._room
-        self.leader.computes()
         began, logits = self.now, self._compute(plan)
         self.leader.absorb(Outcome(self.now - began, logits, unread))
 
@@ -150,8 +144,6 @@ class Simulation:
 
     def _prepare(self, plan: Plan) -> dict[int, str]:
         unread: dict[int, str] = {}
-        touched = {each.sequence for each in plan.commands if isinstance(each, Attach | Close | Keep)}
-        assert not touched & self._held, "a pass under way has their caches"
         if plan.reset:
             self.caches.clear()
             self._turns.clear()
@@ -197,39 +189,16 @@ class Simulation:
         if alone := self._turns.keys() & set(plan.sequences):
             # Compressed at the end of its prompt, and nowhere else: then single tokens follow.
             (_,), (new,), turn = plan.sequences, map(len, plan.tokens), self._turns[alone.pop()]
-            assert plan.stops is None
             assert pasts[0] + new <= turn or (pasts[0] >= turn and new == 1)
         for row, (sequence, tokens) in enumerate(zip(plan.sequences, plan.tokens, strict=True)):
             self.caches[sequence] += tokens
             assert self._copies is None or len(plan.sequences) == 1
             logits[row, next_token(self.caches[sequence])] = 1.0
         counts = [len(tokens) for tokens in plan.tokens]
-        decodes = [count == 1 for count in counts]
-        seconds = self.machine.seconds(pasts, counts, decodes)
-        # Attention takes a third, and a start a tenth of a layer.
-        dense, attention = seconds * 2 / 3 / LAYERS, seconds / 3 / LAYERS
-        moments, pause = list[float](), 2 * LAYERS if plan.stops is None or self._held else plan.stops
-        for stop in range(2 * LAYERS):
-            part = attention if stop % 2 else dense
-            self.now += part if stop else 0.4 * part
-            moments.append(self.now)
-            if stop >= pause:
-                self._held = {*plan.sequences}
-                pause, moments = stop + self._pause(moments), []
-                self._held = set()
-        self.now += 0.6 * dense
+        assert self.leader._pass is not None
+        decodes = [answer.state == "decoding" for answer, _ in self.leader._pass.parts]
+        self.now += self.machine.seconds(pasts, counts, decodes)
         return logits
-
-    def _pause(self, moments: list[float]) -> int:
-        """Passes within one; after how many stops it pauses again."""
-        self.pauses += 1
-        self.within()
-        while True:
-            plan = self.leader.plan_within(moments)
-            assert not {*plan.sequences} & self._held
-            self._carry_out(plan)
-            if plan.stops is not None:
-                return plan.stops
 
     def check_answers(self) -> None:
         """Those that were not cancelled are as they are alone."""

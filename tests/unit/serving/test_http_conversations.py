@@ -2,7 +2,7 @@
 
 import random
 
-from megakv.serving.http.responses import Conversations, Turn
+from megakv.serving.http.conversations import Conversations, Turn
 
 
 def turn(previous: Turn | None, letters: int, owner: str = "one") -> Turn:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from megakv.serving.settings import ServingSettings
-from megakv.serving.turns import MOST_GONE, WINDOW_TOKENS, Reader, Shares, is_due, turns
+from megakv.serving.turns import MOST_GONE, WINDOW_TOKENS, Reader, Shares, turns
 from tests.unit.serving.simulated import VOCABULARY, Simulation
 
 
@@ -154,15 +154,3 @@ def test_prompts_are_read_by_turns_of_keys_and_then_of_users() -> None:
     much = [Reader(0, "a", 0, 0, 50, served=(0, 1e5)), Reader(0, "b", 1, 0, 900)]
     little = [Reader(0, "a", 0, 0, 50, served=(0, 100)), Reader(0, "b", 1, 0, 900)]
     assert turns(much) == [1, 0] and turns(little) == [0, 1]
-
-
-def test_who_comes_before_what_a_pass_under_way_reads() -> None:
-    paused = [(Reader(0, "a", 0, 0, 500, key="0", served=(50, 50)), 500)]
-    assert is_due(Reader(0, "b", 1, 0, 10, key="1", served=(50, 50)), paused)
-    assert is_due(Reader(0, "b", 1, 0, 10, key="0", served=(50, 0)), paused)
-    assert not is_due(Reader(0, "a", 1, 0, 10, key="0", served=(50, 50)), paused)
-    # It has had as much by now as they will have.
-    assert not is_due(Reader(0, "b", 1, 0, 10, key="1", served=(600, 600)), paused)
-    # Another user of a key whose own prompt others wait behind is not another key.
-    mixed = [*paused, (Reader(0, "c", 1, 0, 10, key="1", served=(0, 0)), 10)]
-    assert not is_due(Reader(0, "invented", 2, 0, 10, key="0", served=(50, 0)), mixed)
