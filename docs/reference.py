@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megakv.attention.methods import METHODS as ATTENTION
-from megakv.base.laws import LAWS, CombinationError, Law
+from megakv.base.errors import LAWS, CombinationError, Law
 from megakv.base.sections import OneOf, Section
 from megakv.engine.config import REFUSED_KEYS, REFUSED_TP_KEYS, MegaKVSection
 from megakv.fairkv.methods import METHODS as COMPRESSION
@@ -155,7 +155,7 @@ def combination_errors() -> Iterator[tuple[Law, str]]:
         name = ".".join(path.relative_to(root).with_suffix("").parts)
         for node in ast.walk(ast.parse(path.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
-            if isinstance(called, ast.Name) and called.id == CombinationError.__name__ and name != "megakv.base.laws":
+            if isinstance(called, ast.Name) and called.id == CombinationError.__name__ and name != "megakv.base.errors":
                 law, text = node.args
                 assert isinstance(law, ast.Constant)
                 yield law.value, _literal(text, vars(import_module(name)))

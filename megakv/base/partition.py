@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 
 Partition = tuple[int, ...]
 """Tokens of each context-parallel rank, rank 0 first; rank 0 has the start of the prompt."""

@@ -17,8 +17,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
-from megakv.base.errors import MegaKVError
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, MegaKVError
 from megakv.distributed.compat import (
     end_deepspeed_distributed,
     init_deepspeed_distributed,

@@ -21,8 +21,7 @@ from megakv.attention.linear import load_linear
 from megakv.attention.prefill import load_prefill
 from megakv.attention.step import load_step
 from megakv.base.device import Clock, HostClock, settle_allocator, without_autograd
-from megakv.base.errors import MegaKVError
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, MegaKVError
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator

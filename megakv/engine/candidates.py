@@ -15,7 +15,7 @@ from transformers.generation.candidate_generator import (
 )
 
 from megakv.base.device import random_state, set_random_state
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.distributed.agreement import Agreement
 from megakv.engine.config import MegaKVConfig
 from megakv.engine.generation import given_option

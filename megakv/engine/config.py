@@ -12,8 +12,8 @@ from deepspeed.inference.config import DeepSpeedInferenceConfig, DtypeEnum
 from pydantic import BaseModel, Field, ValidationError, field_serializer, field_validator
 
 from megakv.attention.methods import METHODS as ATTENTION
+from megakv.base.errors import CombinationError, repeated
 from megakv.base.json_files import read_json
-from megakv.base.laws import CombinationError, repeated
 from megakv.base.sections import Section, refusal, shown
 from megakv.engine.extensions import import_plugins
 from megakv.fairkv.config import FairKVConfig

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.method import AttentionCall
-from megakv.base.errors import MegaKVError
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, MegaKVError
 from megakv.cache.notes import Notes
 from megakv.cache.ragged import RaggedStore
 from megakv.distributed.comm import Communicator

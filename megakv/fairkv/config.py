@@ -8,7 +8,7 @@ from pydantic import ConfigDict, Field, ValidationError, field_validator, model_
 from pydantic.fields import FieldInfo
 from pydantic_core import InitErrorDetails
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.base.sections import OneOf, Section
 from megakv.cache.shares import Copies
 from megakv.fairkv.method import CompressionMethod

@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from torch import Tensor
 
+from megakv.base.errors import CombinationError
 from megakv.base.json_files import read_json
-from megakv.base.laws import CombinationError
 from megakv.base.registry import Registry
 from megakv.fairkv.budgets import FloatArray, HeadBudgets, equal, pyramid, shared, weighted
 from megakv.fairkv.method import EVERYTHING, CompressionMethod, Segment

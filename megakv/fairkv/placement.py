@@ -6,7 +6,7 @@ import logging
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.comm import Communicator
 from megakv.fairkv.config import FairKVConfig

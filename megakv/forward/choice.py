@@ -26,7 +26,7 @@ import torch
 
 from megakv.attention.method import AttentionCall
 from megakv.attention.methods import METHODS, is_contiguous
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.base.partition import Partition, even
 from megakv.costmodel.attention_time import LayerTimes
 from megakv.costmodel.context_parallel import (

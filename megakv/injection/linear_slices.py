@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from megakv.distributed.comm import Communicator, Over
 from megakv.forward.pass_plan import PassPlan
-from megakv.injection.linears import FewRowsLinears, Slice, cut_product, product
+from megakv.injection.linears import FewRowsLinears, Slice, cut_product, product, summands, summed
 from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention
 from megakv.weights.placement.plan import (
     beside_attention,
@@ -117,23 +117,6 @@ class SummedColumns:
     def summands(self, own: Tensor) -> Tensor:
         """``[N, ..., out]``, whose sum it is but for the bias, from what this rank's columns make of the input."""
         return summands(self._comm, own, self.over, self._layer)
-
-
-def summands(comm: Communicator, own: Tensor, over: Over, layer: int | None) -> Tensor:
-    """``[N, ...]``, the same on all ranks of a group, whose sum is that over them.
-
-    Small tensors are gathered: that takes one message of each to each, in place of two behind another. Of others it is
-    the sum alone.
-    """
-    if comm.direct(own):
-        return comm.all_gather(own, over, operation="linear_sum", layer=layer)
-    wide = own.to(torch.promote_types(own.dtype, torch.float32))
-    return comm.all_reduce(wide, over, operation="linear_sum", layer=layer).to(own.dtype)[None]
-
-
-def summed(parts: Tensor) -> Tensor:
-    """The sum of summands, the same bits on all ranks, computed in float32 at least."""
-    return parts.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)
 
 
 class KeptRows:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.distributed.comm import Communicator, Over
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.placement.slices import Ranges
 from megakv.weights.products import (
@@ -128,3 +129,20 @@ class Slice:
             self._weight, self._view = weight, weight[self._rows, self._columns]
             self._bias = bias[self._rows] if bias is not None and whole else None
         return self._view, self._bias
+
+
+def summands(comm: Communicator, own: Tensor, over: Over, layer: int | None) -> Tensor:
+    """``[N, ...]``, the same on all ranks of a group, whose sum is that over them.
+
+    Small tensors are gathered: that takes one message of each to each, in place of two behind another. Of others it is
+    the sum alone.
+    """
+    if comm.direct(own):
+        return comm.all_gather(own, over, operation="linear_sum", layer=layer)
+    wide = own.to(torch.promote_types(own.dtype, torch.float32))
+    return comm.all_reduce(wide, over, operation="linear_sum", layer=layer).to(own.dtype)[None]
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The sum of summands, the same bits on all ranks, computed in float32 at least."""
+    return parts.sum(0, dtype=torch.promote_types(parts.dtype, torch.float32)).to(parts.dtype)

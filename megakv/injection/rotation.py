@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.injection.families import SubstitutedForward
 from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask, stopped_at_attention
 from megakv.injection.policy import depends_on_length

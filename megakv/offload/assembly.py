@@ -9,8 +9,7 @@ from contextlib import ExitStack, suppress
 
 from transformers import PreTrainedModel
 
-from megakv.base.errors import in_units
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, in_units
 from megakv.costmodel.shape import ModelShape
 from megakv.costmodel.stored_rows import stored_bytes
 from megakv.distributed.agreement import Agreement

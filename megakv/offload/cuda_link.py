@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from megakv.base.device import on_device
-from megakv.base.errors import in_units
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, in_units
 from megakv.distributed.sharding import IntArray
 from megakv.offload.disk import FileRows
 from megakv.offload.link import Direction, EmulatedLink, Link, Move, Traffic, Transfer

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.base.errors import in_units
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, in_units
 
 logger = logging.getLogger(__name__)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megakv.base.registry import Registry
-from megakv.offload.prices import GroupPrices
+
+if TYPE_CHECKING:
+    # Whoever only names a method needs no prices.
+    from megakv.offload.prices import GroupPrices
 
 EQUAL = 1e-12
 """Times closer than this, relatively, count as equal; then fewer tokens are treated specially."""

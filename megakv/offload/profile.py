@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.costmodel.curves import Curve
 from megakv.costmodel.hardware import Fingerprint, HostProfile
 from megakv.costmodel.records import load_record

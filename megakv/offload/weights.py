@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.base.errors import MegaKVError, in_units
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError, MegaKVError, in_units
 from megakv.offload.config import OffloadConfig
 from megakv.offload.disk import DiskTier, FileRows
 from megakv.offload.host_memory import HostTier

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from megakv.base.laws import CombinationError, repeated
+from megakv.base.errors import CombinationError, repeated
 from megakv.base.partition import check_partition
 from megakv.base.sections import Section
 

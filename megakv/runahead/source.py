@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.base.partition import Partition, check_partition, even, explicit, from_fractions
 from megakv.costmodel.shape import ModelShape
 from megakv.distributed.agreement import Agreement

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.weights.placement.plan import EXPERT_WEIGHTS, ROUTERS, decoder_layers, is_experts, unknown_experts
 from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megakv.base.laws import LAWS
+from megakv.base.errors import LAWS
 from tests.distributed.launch import run_ranks
 from tests.distributed.random_cases import draw
 from tests.distributed.random_sections import MISSING

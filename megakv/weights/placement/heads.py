@@ -7,7 +7,7 @@ from itertools import groupby
 
 from transformers import PreTrainedConfig
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 
 Ranges = tuple[tuple[int, int], ...]
 

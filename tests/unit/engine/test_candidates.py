@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import megakv
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.engine.candidates import TRUSTED, Lookup
 from tests.families import FAMILIES
 

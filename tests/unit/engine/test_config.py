@@ -10,7 +10,7 @@ import torch
 
 import megakv
 from docs.reference import combination_errors
-from megakv.base.laws import LAWS, CombinationError
+from megakv.base.errors import LAWS, CombinationError
 from megakv.engine.config import load_config
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import megakv
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.attention.reference import dense_attention
-from megakv.base.laws import CombinationError
+from megakv.base.errors import CombinationError
 from megakv.base.tensor_files import read_tensors, write_tensors
 from megakv.cache.notes import Notes
 from megakv.cache.ragged_attention import RaggedPart
