@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from megakv.base.errors import require_extra
 from megakv.launcher.ranks import DTYPES, read_hostfile
-from megakv.tracking.config import check_project
 from megakv.tracking.files import check_outputs
 
 if TYPE_CHECKING:
@@ -79,7 +78,10 @@ def check_engine_arguments(arguments: argparse.Namespace) -> None:
         value = getattr(arguments, name, None)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
-    check_project(arguments.wandb)
+    if arguments.wandb is not None:
+        from megakv.tracking.config import check_project
+
+        check_project(arguments.wandb)
 
 
 def check_job_arguments(arguments: argparse.Namespace) -> None:

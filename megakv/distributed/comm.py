@@ -60,7 +60,8 @@ class Communicator:
         try:
             with joining():
                 peers = self._gathered(Peer.this(mesh.rank))
-                channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=store_hosts())
+                hosts = store_hosts() if mesh.world_size > 1 else ()
+                channel = connect(mesh.rank, self._gathered, world_size=mesh.world_size, hosts=hosts)
                 self._spins = cores_suffice(sum(peer.host == peers[mesh.rank].host for peer in peers))
                 self.channels = self._made_channels()
         except BaseException:

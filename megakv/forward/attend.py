@@ -72,14 +72,13 @@ class LayerAttention:
     replicas: HeadReplicas | None = None
     """KV heads on several tensor-parallel ranks that share their tokens."""
     methods: dict[str, AttentionMethod] = field(default_factory=dict)
-    """Those that were used so far, by name. Passes within others have their own: a chain goes through all layers."""
+    """Those that were used so far, by name."""
 
-    eviction: Eviction | None = field(init=False)
-    """Keeps caches within their budgets while decoding, if they are to be."""
-
-    def __post_init__(self) -> None:
+    @property
+    def eviction(self) -> Eviction | None:
+        """Keeps caches within their budgets while decoding, if they are to be."""
         compressor = self.compressor
-        self.eviction = None if compressor is None or compressor.interval is None else Eviction(compressor)
+        return None if compressor is None or compressor.interval is None else Eviction(compressor)
 
     def attend_layer(
         self,

@@ -46,7 +46,6 @@ class Runtime(LayerAttention):
     _kernel: bool | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self._forget()
 
     @property
