@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megakv.base.partition import Partition, even
 from megakv.costmodel.curves import Positive
-from megakv.runahead.descent import descend, pairs, spreads
+from megakv.runahead.descent import descend, pairs, spreads, triples
 from megakv.runahead.grid import Bounds, Grid
 
 LEANINGS = (0.0, 0.25, 0.5, 0.75, 1.0, -0.5, -0.9)
@@ -137,7 +137,12 @@ class PartitionSearch:
             left = untried
             return left == 0 or len(self._times) >= most
 
-        moves = pairs(grid.size, stride) + (spreads(grid.size, stride) if stride == grid.unit else [])
+        moves = pairs(grid.size, stride)
+        if stride == grid.unit:
+            moves += spreads(grid.size, stride)
+            # Dearer ones only where all of these fail.
+            descend(self._best, seconds, moves, least=1, ends=ends)
+            moves += triples(grid.size, stride)
         descend(self._best, seconds, moves, least=1, ends=ends)
         while self.rounds and len(self._times[self._best]) == 1:
             # One lucky time must not lead the search astray.
