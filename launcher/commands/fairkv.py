@@ -20,11 +20,14 @@ FORMER = {"fairkv-profile": "fairkv profile", "fairkv-map": "fairkv map"}
 
 def check_names(words: list[str]) -> None:
     """Refuse, by a `ValueError` with the present one, what an earlier version called these commands."""
-    former, now = words[0] if words else "", None
-    if former == "fairkv" and len(words) > 1 and words[1] not in VERBS and not words[1].startswith("-"):
-        former, now = f"fairkv {words[1]}", f"fairkv place {words[1]}"
-    if now := now or FORMER.get(former):
+    former, first = ([*words, "", ""])[:2]
+    if now := FORMER.get(former):
         raise ValueError(f"there is no megakv {former}: it is megakv {now} now; verbs: {', '.join(VERBS)}")
+    if former == "fairkv" and first not in (*VERBS, "", "-h", "--help"):
+        raise ValueError(
+            f"megakv fairkv {first}: {first!r} is no verb; allowed: {', '.join(VERBS)}; what was megakv fairkv MODEL "
+            "is megakv fairkv place MODEL now"
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -133,7 +133,7 @@ def attend_rows(
                 del runs[part.sequence]
             else:
                 own.append(where)
-    if kernel is not None and len(runs) == len(tokens):
+    if kernel is not None and runs and len(runs) == len(tokens):
         return _in_one_call(kernel, q_HLD, list(runs.values()), kv_heads, value_dim, scoring.scale)
     apart = np.flatnonzero(~np.isin(tokens.sequence, list(runs)))
     whole = PackedAttention(q_HLD[:, apart] if runs else q_HLD, tokens.take(apart), scoring, value_dim)

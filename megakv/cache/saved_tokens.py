@@ -80,7 +80,8 @@ class SavedSlots:
 def _read_slots(path: Path, rank: int, size: int) -> tuple[tuple[int, ...], IntArray]:
     """The first slot, the one behind the last, the layers, and the ``[4, L]`` tokens of a rank's file."""
     said = read_metadata(path)
-    number = int(said["format"]) if said.get("format", "").isdecimal() else None
+    found = said.get("format", "")
+    number = int(found) if found.isdecimal() and len(found) < 10 else None
     check_format(number, path, "go on with the version of MegaKV that saved it")
     tokens = read_tensors(path, ["tokens"])["tokens"].numpy()
     try:

@@ -22,6 +22,8 @@ from megakv.distributed.mesh import Mesh, gathered
 from megakv.distributed.peers import Peer, PeerWatch
 
 T = TypeVar("T")
+SUMMED = (torch.float32, torch.bfloat16, torch.float16)
+"""Types that DeepSpeed's op sums in shared memory."""
 Over = Literal["cp", "tp", "world"]
 Collective = Callable[[dist.ProcessGroup], object]
 OVER: tuple[Over, ...] = ("cp", "tp", "world")
@@ -129,13 +131,14 @@ class Communicator:
             return
         if over == "world":
             self.watch.failures.begin_step()
-        self.ledger.leave_dense()
+        dense = self.ledger.leave_dense()
         posted = self.ledger.mark()
         self.ledger.sent(operation, layer, sent)
         with self.watch.guard(ranks, operation, layer, spins=spins):
             call(group)
         self.ledger.transfer(operation, layer, posted, posted)
-        self.ledger.enter_dense()
+        if dense:
+            self.ledger.enter_dense()
 
     # Between neighbours
 
@@ -258,7 +261,9 @@ class Communicator:
         ranks, op = len(self._members(over)[1]), dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
         # What a ring puts on the wire per rank.
         sent = -(-2 * tensor.nbytes * (ranks - 1) // ranks)
-        shared = over == "tp" and how == "sum" and self.mesh.shared_memory and tensor.is_floating_point()
+        # Others that op would leave as they are, without a word.
+        summed = how == "sum" and tensor.dtype in SUMMED and tensor.is_contiguous()
+        shared = over == "tp" and summed and self.mesh.shared_memory
 
         def reduce(group: dist.ProcessGroup) -> None:
             inference_all_reduce(tensor) if shared else dist.all_reduce(tensor, op=op, group=group)
@@ -294,10 +299,17 @@ class Communicator:
         data = torch.frombuffer(bytearray(pickle.dumps(value if first else None)), dtype=torch.uint8).to(device)
         length = torch.tensor([len(data)], device=device)
         self.broadcast(length, 0, operation="control")
-        message = data if first else torch.empty(int(length), dtype=torch.uint8, device=device)
+        message = data if first else torch.empty(int(self._arrived(length)), dtype=torch.uint8, device=device)
         self.broadcast(message, 0, operation="control")
-        received: T = value if first else pickle.loads(message.cpu().numpy().tobytes())
+        received: T = value if first else pickle.loads(self._arrived(message).numpy().tobytes())
         return received
+
+    def _arrived(self, tensor: Tensor) -> Tensor:
+        """What others sent, in host memory: on an accelerator, that is what is waited for."""
+        if tensor.device.type == "cpu":
+            return tensor
+        with self.watch.guard(range(self.mesh.world_size), "control", None):
+            return tensor.cpu()
 
     def gather_objects(self, value: T) -> list[T]:
         """One small object of every rank, on every rank."""

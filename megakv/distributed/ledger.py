@@ -57,6 +57,7 @@ class Ledger:
     def reset(self) -> None:
         """Start counting anew; the present moment becomes the zero of the timeline."""
         self._coming.clear()
+        self._dense_since = None
         self.tallies.clear()
         self.computed.clear()
         self.methods.clear()
@@ -118,12 +119,14 @@ class Ledger:
         """From here on, or then, the rank computes what needs no other: projections, feed-forward layers, norms."""
         self._dense_since = (self.mark() if since is None else since) if self.timeline else None
 
-    def leave_dense(self, at: Any = None) -> None:
-        """End of such a stretch; nothing if none began."""
-        if self._dense_since is not None:
-            begin, end = self._dense_since, self.mark() if at is None else at
-            self._dense_since = None
-            self._when_passed(end, lambda: self._span("dense", "compute", begin, end))
+    def leave_dense(self, at: Any = None) -> bool:
+        """End of such a stretch; nothing if none began. Whether one had."""
+        if self._dense_since is None:
+            return False
+        begin, end = self._dense_since, self.mark() if at is None else at
+        self._dense_since = None
+        self._when_passed(end, lambda: self._span("dense", "compute", begin, end))
+        return True
 
     def compute(self, name: str, layer: int | None = None) -> Stretch:
         """Count a stretch of computation: ``with ledger.compute(...)``."""

@@ -256,8 +256,8 @@ def _evenly(
 
 
 def _freely(weights: Sequence[float], limits: CopyLimits, fixed: float) -> tuple[LayerMapping, float]:
-    """Exact where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal shares made
-    the best for their placement.
+    """Nearly the best where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal
+    shares made the best for their placement.
     """
     size = limits.tp_size
     fewest = max(1, size - limits.copies)

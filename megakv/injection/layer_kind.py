@@ -50,7 +50,7 @@ SETTINGS = {
 """Attributes of attention modules of which it is known what they do."""
 OWN_HOOKS = LastLayerRows, Recomputation
 """Those that leave out rows of prompts do nothing where all rows are wanted, and inputs are shown by whoever calls."""
-OWN_FILES = tuple(str(Path(package.__file__ or "").parent) for package in (torch, transformers))
+OWN_FILES = tuple(f"{Path(package.__file__ or '').parent}/" for package in (torch, transformers))
 PROBED_POSITIONS, PROBED_WINDOW = (0, 5, 8192, 131_071), 3
 
 

@@ -135,8 +135,10 @@ class StreamLink(Link):
             try:
                 transfer.make(self._copy)
                 transfer.work.set_result(None)
-            except Exception as problem:
+            except BaseException as problem:
                 transfer.work.set_exception(problem)
+                if not isinstance(problem, Exception):
+                    raise
         else:
             super()._begin(transfer)
 

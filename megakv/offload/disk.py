@@ -31,6 +31,8 @@ ALIGNMENT = 4096
 """Reads past the page cache begin and end at multiples of the disk's blocks, in memory and in the file."""
 DIRECT_BYTES, READERS = 1 << 20, 4
 """Size of a read past the page cache, and how many are under way at a time."""
+MAP_NORESERVE = 0x4000
+"""Linux takes memory for such a map page by page, as they are written: its length may be beyond what there is."""
 SMALL_BYTES = 64 << 10
 """Fewer bytes are read through the page cache in any case."""
 
@@ -115,14 +117,24 @@ class DiskTier:
 
     def read(self, offset: int, memory: memoryview) -> None:
         """Fill memory with what lies from a byte on; an OSError where the disk does not give it back."""
+        # The disk that refuses to be written to may not be readable either.
+        if self._kept(offset, memory):
+            return
         past_cache = self._direct is not None and len(memory) >= SMALL_BYTES
         (self._read_direct if past_cache else self._read)(offset, memory)
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
+        self._kept(offset, memory)
+
+    def _kept(self, offset: int, memory: memoryview) -> bool:
+        """Fill in what the disk has refused; whether that is all of it."""
+        whole = False
         with self._lock:
             for first, last in self._refused:
                 low, high = max(first, offset), min(last, offset + len(memory))
                 if self._memory is not None and low < high:
                     memory[low - offset : high - offset] = memoryview(self._memory)[low:high]
+                    whole |= high - low == len(memory)
+        return whole
 
     def _read_past_cache(self) -> None:
         """Open the file once more, and look whether its file system takes such reads."""
@@ -182,13 +194,7 @@ class DiskTier:
             try:
                 done += os.pwritev(self.fileno, [memory[done:]], offset + done)
             except OSError as error:
-                self._memory = mmap.mmap(-1, self.budget)
-                logger.warning(
-                    "writing to megakv.offload.disk_path = %r failed (%s): what it should take stays in host memory "
-                    "from now on, beyond megakv.offload.host_gb; generation goes on as long as that lasts",
-                    self._folder,
-                    error.strerror,
-                )
+                self._refuse(error)
         if self._memory is None:
             return
         # Also rows that reached the file: what another thread keeps from now on may lie around them.
@@ -201,6 +207,20 @@ class DiskTier:
             spans = [span for span in self._refused if span[0] <= last and span[1] >= offset]
             whole = min([offset, *(first for first, _ in spans)]), max([last, *(end for _, end in spans)])
             self._refused = [*(span for span in self._refused if span not in spans), whole]
+
+    def _refuse(self, error: OSError) -> None:
+        """Take memory in the disk's place from now on, as much as is written to it."""
+        with self._lock:
+            if self._memory is not None:
+                return
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+            self._memory = mmap.mmap(-1, self.budget, flags=flags)
+        logger.warning(
+            "writing to megakv.offload.disk_path = %r failed (%s): what it should take stays in host memory "
+            "from now on, beyond megakv.offload.host_gb; generation goes on as long as that lasts",
+            self._folder,
+            error.strerror,
+        )
 
     def measure(self) -> float:
         """Bandwidth of reading, in bytes per second; 0 where the disk fails.

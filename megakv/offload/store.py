@@ -57,6 +57,8 @@ class TieredStore(TieredRows, SpanStore):
         # New rows of a sequence that stay on the accelerator: until the layer's attention is over, or, where the turn
         # is open, until that ends.
         self._held: dict[int, Tensor] = {}
+        # The blocks that those begin, with room behind them.
+        self._room: dict[int, Tensor] = {}
         self._open = self._ends = False
 
     # As a KVStore
@@ -86,15 +88,19 @@ class TieredStore(TieredRows, SpanStore):
         self.set_format(k_KSD, v_KSD)
         held = self._held.get(sequence)
         before = 0 if held is None else len(held)
-        block = torch.empty((before + rows, self.row_width), dtype=self.dtype, device=k_KSD.device)
-        if held is not None:
-            block[:before] = held
-        places = block[before:]
+        block = self._room.get(sequence)
+        if block is None or len(block) < before + rows:
+            # A turn may come in many pieces: what is there is copied few times.
+            more = before // 2 if self._open else 0
+            block = torch.empty((before + rows + more, self.row_width), dtype=self.dtype, device=k_KSD.device)
+            if held is not None:
+                block[:before] = held
+        places = block[before : before + rows]
         if self._open:
             self.engine.expect(self)
         else:
             self._new.append(([sequence], [self.rows(sequence)], places))
-        self._held[sequence] = block
+        self._held[sequence], self._room[sequence] = block[: before + rows], block
         return self.heads_of(places)
 
     def _take(self, sequences: Sequence[int], rows: Tensor) -> None:
@@ -190,12 +196,15 @@ class TieredStore(TieredRows, SpanStore):
     def crop(self, sequence: int, length: int) -> None:
         """Rows in tiers are left as they are, and what was brought of them, where those that are cut are held here."""
         before = self._rows[sequence].length
+        self._room.pop(sequence, None)
         if (held := self._held.pop(sequence, None)) is not None and length > before:
-            self._held[sequence] = held[: length - before]
+            self._held[sequence] = held[: length - before].clone()
         if length < before:
             self.abandon()
             self.version += 1
             self._truncate(sequence, length)
+        # Keys and values that found no room have left activations behind.
+        self._inputs[sequence].truncate(min(length, before))
 
     def abandon(self) -> None:
         """End the layer's work at once, with nothing of what was brought or is to come for it."""
@@ -208,6 +217,7 @@ class TieredStore(TieredRows, SpanStore):
         if index != [*self.sequences]:
             self.flush()
             self._held = {row: self._held[source] for row, source in enumerate(index) if source in self._held}
+            self._room.clear()
             self._reorder(index)
 
     def fork(self) -> TieredStore:
@@ -215,9 +225,12 @@ class TieredStore(TieredRows, SpanStore):
         twin = TieredStore(self.layer, len(self.sequences), self.engine)
         twin._share_rows_of(self)
         twin._held, twin._open = dict(self._held), self._open
+        # Neither writes behind what both hold.
+        self._room.clear()
         return twin
 
     def finish(self) -> None:
+        self._room.clear()
         for sequence in () if self._open else list(self._held):
             self._take([sequence], self._held.pop(sequence))
         self.flush()

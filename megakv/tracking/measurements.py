@@ -173,26 +173,31 @@ class OffloadStep:
         return self.cached - self.resident - self.recomputed - self.on_host - self.out_of_window
 
 
-def offload_totals(steps: Sequence[OffloadStep]) -> dict[str, float]:
-    """Sums over passes; shares of the cached tokens, and of what link and disk carry in the time of the passes."""
+def offload_totals(steps: Sequence[OffloadStep]) -> dict[str, float | None]:
+    """Sums over passes; shares of the cached tokens, and of what link and disk carry in the time of the passes.
+
+    None where nothing was timed or predicted.
+    """
     names = ("predicted_s", "measured_s", "waited_s", "bytes_in", "bytes_out", "weight_bytes", "disk_bytes")
-    values: dict[str, float] = {name: sum(getattr(step, name) for step in steps) for name in names}
+    sums: dict[str, float] = {name: sum(getattr(step, name) for step in steps) for name in names}
+    values: dict[str, float | None] = {**sums}
     for name in ("link_utilisation", "disk_utilisation"):
         carried = sum(getattr(step, name) * step.measured_s for step in steps)
-        values |= {name: carried / values["measured_s"]} if values["measured_s"] else {}
+        values[name] = carried / sums["measured_s"] if sums["measured_s"] else None
     for name in ("resident", "recomputed", "on_host", "out_of_window"):
         values[f"{name}_share"] = sum(getattr(step, name) for step in steps) / max(1, sum(s.cached for s in steps))
     # Passes in which speeds were measured took time that was not predicted.
     usual = [step for step in steps if not step.profiled]
-    if took := sum(step.measured_s for step in usual):
-        values["prediction_error"] = sum(step.predicted_s for step in usual) / took - 1
+    took = sum(step.measured_s for step in usual)
+    values["prediction_error"] = sum(step.predicted_s for step in usual) / took - 1 if took else None
     return values
 
 
 def offload_scalars(ranks: Sequence[Sequence[OffloadStep]]) -> dict[str, float]:
     """Totals over ranks and passes as flat metrics; passes by plan are means over ranks."""
     steps = [step for rank in ranks for step in rank]
-    values = {f"offload/{name}": float(value) for name, value in offload_totals(steps).items()} if steps else {}
+    totals = offload_totals(steps) if steps else {}
+    values = {f"offload/{name}": float(value) for name, value in totals.items() if value is not None}
     if any(step.groups > 1 for step in steps):
         values["offload/groups"] = float(np.median([step.groups for step in steps]))
     counts = Counter(step.plan for step in steps)

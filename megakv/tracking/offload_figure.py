@@ -46,6 +46,7 @@ def draw_offload(report: RunReport, path: str | Path | io.BytesIO) -> None:
                 panels[0].bar(numbers, values, width=1.0, bottom=below, color=color, label=kind.replace("_", " "))
             below = [sum(pair) for pair in zip(below, values, strict=True)]
         usual = [(number, step) for number, step in zip(numbers, steps, strict=True) if not step.profiled]
+        usual = usual or list(zip(numbers, steps, strict=True))
         for axes, (label, curves) in zip(panels[1:], _CURVES.items(), strict=True):
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _, shown=_SHOWN[label]: shown(value)))
             for name, (meaning, color) in curves.items():

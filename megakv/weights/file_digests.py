@@ -102,12 +102,14 @@ class KeptDigests:
         return files if whole else {}
 
     def _keep(self, files: Mapping[str, str]) -> None:
-        """Of two processes that write at once, one may have to read its files again."""
+        """Of processes that write at once the last one's are kept: the others may have to read their files again."""
         files = dict([*files.items()][-MOST_KEPT:])
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with written_whole(self._path) as file:
+            own = self._path.with_name(f"{self._path.name}.{os.getpid()}")
+            with written_whole(own) as file:
                 file.write(json.dumps({"check": _check(files), "files": files}).encode())
+            own.replace(self._path)
         except OSError as error:
             logger.info("digests of files are not kept in %s: %s", self._path, error.strerror or error)
 

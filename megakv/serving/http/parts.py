@@ -202,6 +202,10 @@ class NamedCallParts:
         return [*found, MoreArguments(text)] if text else found
 
 
+DECODER = json.JSONDecoder(parse_int=str, parse_float=str)
+"""Says where a value ends; a number may have more digits than Python takes."""
+
+
 class CallsParts:
     """An array of calls, as of `Form.calls`: each of them when it is whole."""
 
@@ -214,7 +218,7 @@ class CallsParts:
         # No call ends without one.
         while "}" in text and (begin := self._text.find("{")) >= 0:
             try:
-                _, end = json.JSONDecoder().raw_decode(self._text, begin)
+                _, end = DECODER.raw_decode(self._text, begin)
             except (ValueError, RecursionError):
                 break
             name, _, arguments = self._text[begin : end - 1].removeprefix(CALL_NAME).partition(CALL_ARGUMENTS)

@@ -88,7 +88,11 @@ def test_check_refuses_what_a_start_refuses(section, message, tmp_path, monkeypa
     [
         (["fairkv-map", "--tp", "2"], "megakv fairkv-map: it is megakv fairkv map now"),
         (["fairkv-profile"], "megakv fairkv-profile: it is megakv fairkv profile now"),
-        (["fairkv", "some/model", "--tp", "2"], "megakv fairkv some/model: it is megakv fairkv place some/model now"),
+        (
+            ["fairkv", "some/model", "--tp", "2"],
+            "megakv fairkv some/model: 'some/model' is no verb; allowed: place, profile, map",
+        ),
+        (["fairkv", "--tp", "2", "some/model"], "what was megakv fairkv MODEL is megakv fairkv place MODEL now"),
     ],
 )
 def test_former_names_are_refused_with_the_present_ones(words, now, capsys):

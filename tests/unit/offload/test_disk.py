@@ -250,3 +250,22 @@ def test_who_has_no_cached_tokens_learns_nothing() -> None:
     rates: Any = Rates(SimpleNamespace())  # type: ignore[arg-type]
     rates.learn(SimpleNamespace(usual=True, profiled=False), layers=2)
     assert rates.profile is None and not rates["device_s"]
+
+
+def test_a_disk_that_is_gone_costs_no_row_that_it_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file far larger than memory, which can be neither written nor read any more."""
+
+    def gone(*_: Any) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "posix_fallocate", lambda *_: None)
+    tier, rows = DiskTier(1 << 45, tmp_path), torch.randn(10, 5)
+    monkeypatch.setattr(os, "pwritev", gone)
+    monkeypatch.setattr(os, "preadv", gone)
+    place, found = tier.rows((1 << 44) + 12, 10, 5, torch.float32), torch.zeros(10, 5)
+    place.write_from(rows)
+    place.read_into(found)
+    assert found.equal(rows)
+    with pytest.raises(OSError, match="Input/output"):
+        tier.rows(0, 10, 5, torch.float32).read_into(found)
+    tier.close()

@@ -10,6 +10,7 @@ import torch
 import megakv
 from megakv.base.errors import MegaKVError
 from megakv.offload import runtime
+from megakv.offload.prices import LayerPrices
 from megakv.planner.dry_run import dry_run
 from tests.unit.offload.test_exactness import generate, plain_model
 
@@ -189,3 +190,35 @@ def test_an_engine_that_cannot_be_made_leaves_the_model_as_it_was(
         offloaded(model, weights=True)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert all(torch.equal(found, expected[name]) for name, found in model.state_dict().items())
+
+
+@pytest.mark.parametrize("method", ["kvpr", "chunked"])
+def test_a_pass_that_outgrew_its_budget_leaves_no_activations(
+    method: str, offloaded: Any, fixed_costs: LayerPrices
+) -> None:
+    """Its keys and values found no room; the next pass's are computed again from its own activations."""
+    model, generator = plain_model("opt"), torch.Generator().manual_seed(3)
+    ids, long, short = (torch.randint(3, 190, (1, count), generator=generator) for count in (70, 200, 40))
+    for pages in range(24, 64, 2):
+        engine = offloaded(copy.deepcopy(model), method=method, host_gb=pages * 8 / (1 << 20), chunk_tokens=16)
+        try:
+            cache = engine(ids).past_key_values
+        except MegaKVError:
+            continue
+        try:
+            engine(long, past_key_values=cache)
+        except MegaKVError:
+            pass
+        else:
+            # There is room from here on.
+            break
+        tiers = [cache.tier(layer) for layer in range(model.config.num_hidden_layers)]
+        assert [(tier._rows[0].length, tier._inputs[0].length <= 70) for tier in tiers] == [(70, True)] * len(tiers)
+        try:
+            engine(short, past_key_values=cache)
+            found = engine(short[:, :1], past_key_values=cache).logits[0, -1]
+        except MegaKVError:
+            continue
+        whole = torch.cat([ids, short, short[:, :1]], dim=1)
+        with torch.no_grad():
+            torch.testing.assert_close(found, model(whole).logits[0, -1], atol=1e-4, rtol=1e-4)
