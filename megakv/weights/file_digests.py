@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +105,15 @@ class KeptDigests:
     def _keep(self, files: Mapping[str, str]) -> None:
         """Of processes that write at once the last one's are kept: the others may have to read their files again."""
         files = dict([*files.items()][-MOST_KEPT:])
+        own = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            own = self._path.with_name(f"{self._path.name}.{os.getpid()}")
             with written_whole(own) as file:
                 file.write(json.dumps({"check": _check(files), "files": files}).encode())
             own.replace(self._path)
         except OSError as error:
+            with suppress(OSError):
+                own.unlink()
             logger.info("digests of files are not kept in %s: %s", self._path, error.strerror or error)
 
 
