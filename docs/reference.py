@@ -109,7 +109,9 @@ def attention_table() -> str:
         uses = [use for use, given in (("prompts", entry.prefill), ("decoding", entry.decode)) if given]
         if uses:
             tokens = "consecutive" if entry.contiguous else "2 chunks of 2N" if entry.prefill else "one by one"
-            lines.append(f"| `{name}` | {', '.join(uses)} | {tokens} | {_first_line(entry.make)} |")
+            slices = ", and each multiplies with its slice of all weights" * entry.slices_linears
+            does = _first_line(entry.make) + slices
+            lines.append(f"| `{name}` | {', '.join(uses)} | {tokens} | {does} |")
     return "\n".join(lines) + "\n"
 
 
