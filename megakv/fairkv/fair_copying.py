@@ -250,9 +250,14 @@ def _grouped(weights: Sequence[float], groups: int, size: int, fixed: float) -> 
 def _evenly(
     weights: Sequence[float], limits: CopyLimits, fixed: float = 0.0, criterion: Criterion = "slowest"
 ) -> tuple[LayerMapping, float]:
-    schemes = _even_schemes(len(weights), limits)
+    schemes, size = _even_schemes(len(weights), limits), limits.tp_size
     found = assign(weights, schemes, fixed=fixed, criterion=criterion)
-    return LayerMapping.even(_filled(found.places, limits.tp_size)), found.bound
+    mapping = LayerMapping.even(_filled(found.places, size))
+    if criterion == "difference":
+        # Where the slowest rank is fastest, differences may be smaller than where they were looked for.
+        fast, _ = _evenly(weights, limits, fixed)
+        mapping = min(mapping, fast, key=lambda each: max(loads := each.loads(weights, size)) - min(loads))
+    return mapping, found.bound
 
 
 def _freely(weights: Sequence[float], limits: CopyLimits, fixed: float) -> tuple[LayerMapping, float]:
