@@ -21,7 +21,8 @@ from megakv.cache.layer import LayerMapping
 from megakv.cache.splitting import TOLERANCE
 from megakv.fairkv import program
 from megakv.fairkv.assignment import Criterion, Schemes, lower_bounds
-from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import Split, map_layer
 
 Weights = Sequence[Sequence[float]]
 

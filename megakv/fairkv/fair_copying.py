@@ -22,69 +22,17 @@ import numpy as np
 
 from megakv.cache.layer import LayerMapping
 from megakv.cache.splitting import split_heads
-from megakv.fairkv.assignment import TOLERANCE, Criterion, Schemes, assign, positive
+from megakv.fairkv.assignment import TOLERANCE, Criterion, Schemes, assign, largest_first, positive
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.requests import place_for_requests
 
 Split = Literal["even", "free"]
 
 MOST_SCHEMES = 12_000
+STARTS = 8
+"""Schemes whose placements are improved where R_max or CH bind."""
 ORDERS, CLOSE = 30, 1e-4
 """Orders in which heads with fixed parts go on the ranks of a group; and levels that are as good as equal, relative."""
-
-
-@dataclass(frozen=True)
-class CopyLimits:
-    """What fair-copying may use in each layer of `tp_size` ranks.
-
-    `copies` are the extra replicas of all heads together; `max_replicas` is R_max of the paper's Equation 3;
-    `copied_heads` is CH, how many heads may have more than one replica.
-    """
-
-    tp_size: int
-    copies: int = 0
-    max_replicas: int | None = None
-    copied_heads: int | None = None
-
-    def check(self, heads: int) -> None:
-        """A `ValueError` for what `heads` KV heads per layer cannot satisfy."""
-        size, copies = self.tp_size, self.copies
-        limits = {"max_replicas": self.max_replicas, "copied_heads": self.copied_heads}
-        for (name, value), least in zip({"tp": size, "copies": copies, **limits}.items(), (1, 0, 1, 0), strict=True):
-            if value is not None and value < least:
-                raise ValueError(f"{name} = {value}: allowed: {least} or more")
-        if self.max_replicas is not None and self.max_replicas > size:
-            raise ValueError(
-                f"max_replicas = {self.max_replicas}: a head can be on each rank once, so tp = {size} at most"
-            )
-        if copies > (most := heads * (size - 1)):
-            raise ValueError(
-                f"copies = {copies}: each of {heads} KV heads can be on each of tp = {size} ranks once, "
-                f"which is {most} copies at most"
-            )
-        if heads + self.most(heads) < size:
-            limiting = limits if self.most(heads) < copies else {}
-            given = {"copies": copies, **{name: value for name, value in limiting.items() if value is not None}}
-            raise ValueError(
-                f"tp = {size}: {heads} KV heads with {' and '.join(f'{k} = {v}' for k, v in given.items())} leave "
-                f"ranks without a head; {size - heads} copies are needed, or fewer ranks"
-            )
-
-    @property
-    def replicas(self) -> int:
-        """That one head may have."""
-        return min(self.max_replicas or self.tp_size, self.tp_size, 1 + self.copies)
-
-    def most(self, heads: int) -> int:
-        """Copies that `heads` heads can have within R_max and CH."""
-        copied = heads if self.copied_heads is None else min(self.copied_heads, heads)
-        return min(self.copies, copied * (self.replicas - 1))
-
-    def allow(self, replicas: Sequence[int]) -> bool:
-        """Whether heads may have so many replicas."""
-        return (
-            sum(replicas) - len(replicas) <= self.copies
-            and max(replicas) <= self.replicas
-            and (self.copied_heads is None or sum(n > 1 for n in replicas) <= self.copied_heads)
-        )
 
 
 @dataclass(frozen=True)
@@ -260,20 +208,26 @@ def _evenly(
     return mapping, found.bound
 
 
-def _freely(weights: Sequence[float], limits: CopyLimits, fixed: float) -> tuple[LayerMapping, float]:
-    """Nearly the best where neither R_max nor CH rules the optimum out; else the best of smaller groups, and of equal
-    shares made the best for their placement.
+def _limited(weights: Sequence[float], limits: CopyLimits, fixed: float) -> Iterator[LayerMapping]:
+    """Where R_max or CH allow no groups: equal shares by the schemes that begin best, and replicas that move from there
+    while that helps.
     """
+    schemes = _even_schemes(len(weights), limits)
+    sizes = np.asarray(weights) / schemes.counts + fixed
+    times, held = largest_first(sizes, schemes, np.argsort(-sizes, axis=1, kind="stable"))
+    for row in np.argsort(times.max(axis=1), kind="stable")[:STARTS]:
+        places = [tuple(np.flatnonzero(head).tolist()) for head in held[row]]
+        even = LayerMapping.even(_filled(places, limits.tp_size))
+        even = even.with_shares(split_heads(weights, even.ranks, limits.tp_size, fixed=fixed)[1])
+        yield place_for_requests(even, weights, [], limits, fixed=fixed)
+
+
+def _freely(weights: Sequence[float], limits: CopyLimits, fixed: float) -> tuple[LayerMapping, float]:
+    """Nearly the best, with the bound of what R_max and CH do not rule out."""
     size = limits.tp_size
-    fewest = max(1, size - limits.copies)
-    best, bound = _grouped(weights, fewest, size, fixed)
+    best, bound = _grouped(weights, max(1, size - limits.copies), size, fixed)
     if not limits.allow(best.replicas):
-        even, _ = _evenly(weights, limits, fixed)
-        groups = range(fewest, min(size, len(weights)) + 1)
-        others = (_grouped(weights, number, size, fixed)[0] for number in groups)
-        even = even.with_shares(split_heads(weights, even.ranks, size, fixed=fixed)[1])
-        allowed = [even, *(other for other in others if limits.allow(other.replicas))]
-        best = min(allowed, key=lambda mapping: slowest_rank(mapping, weights, size, fixed))
+        best = min(_limited(weights, limits, fixed), key=lambda mapping: slowest_rank(mapping, weights, size, fixed))
     return best, bound
 
 

@@ -11,7 +11,8 @@ from megakv.base.loads import barrier_utilisation, busy_rates, efficiency
 from megakv.cache.layer import LayerMapping, contiguous_layer
 from megakv.costmodel.head_times import HeadTimes
 from megakv.fairkv.capacity import Weights, arrange, check_cap, least_total, level_layers, map_layers
-from megakv.fairkv.fair_copying import CopyLimits, Split
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import Split
 from megakv.fairkv.mapping import Balance, HeadMapping, Objective, by_rank
 from megakv.fairkv.profile import BudgetProfile
 from megakv.fairkv.rank_memory import RankMemory

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megakv.cache.layer import LayerMapping
-from megakv.fairkv.fair_copying import CopyLimits
+from megakv.fairkv.copy_limits import CopyLimits
 
 MOST_BINARIES = 1_000
 """Above, the solver finds nothing in its time."""

@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from megakv.cache.layer import LayerMapping
 from megakv.cache.splitting import inside_sets, mask_of, split_heads
 from megakv.fairkv.assignment import TOLERANCE
-from megakv.fairkv.fair_copying import CopyLimits
+from megakv.fairkv.copy_limits import CopyLimits
 
 PROFILE_WEIGHT = 10.0
 """Of the profile's own budgets beside the mean over requests: they stay balanced."""
@@ -38,22 +38,31 @@ class _Requests:
     head.
     """
 
-    def __init__(self, requests: NDArray[np.float64], limits: CopyLimits, first: float):
+    def __init__(self, requests: NDArray[np.float64], limits: CopyLimits, first: float, fixed: float):
         self.limits, self.size = limits, limits.tp_size
         mean = requests.sum(axis=1) / self.size
         # Relative to the mean load, so that a value of 1 is perfect; requests without any tokens do not count.
         self.requests = requests[mean > 0] / mean[mean > 0, None]
+        self.fixed = fixed / mean[mean > 0, None]
         self.importance = np.append(first, np.ones(len(self.requests) - 1))
         # [masks, sets]: what a head there adds to the bound of every set of ranks.
         self.inside = inside_sets(np.arange(1 << self.size), self.size)
+        # [masks, sets]: what its replicas add beside that, each of which is on its rank alone.
+        alone = np.arange(1 << self.size)[:, None] >> np.arange(self.size) & 1
+        self.replicas = alone @ self.inside[1 << np.arange(self.size)]
+
+    def bounds(self, masks: Sequence[int]) -> NDArray[np.float64]:
+        """[requests, sets] of Hall's condition."""
+        found: NDArray[np.float64] = self.requests @ self.inside[masks]
+        return found + self.fixed * self.replicas[masks].sum(axis=0)
 
     def value(self, masks: Sequence[int]) -> float:
-        return float(((self.requests @ self.inside[masks]).max(axis=1) * self.importance).sum())
+        return float((self.bounds(masks).max(axis=1) * self.importance).sum())
 
     def best_addition(self, masks: Sequence[int], heads: Iterable[int]) -> tuple[float, list[int]] | None:
         """The best placement with one replica more, within the limits, and its value."""
         best: tuple[float, list[int]] | None = None
-        held, counts = self.requests @ self.inside[masks], [mask.bit_count() for mask in masks]
+        held, counts = self.bounds(masks), [mask.bit_count() for mask in masks]
         for head in heads:
             further = [masks[head] | 1 << rank for rank in range(self.size) if not masks[head] >> rank & 1]
             if not further or not self.limits.allow([count + (other == head) for other, count in enumerate(counts)]):
@@ -61,6 +70,7 @@ class _Requests:
             change = self.inside[further] - self.inside[masks[head]]
             # [masks, requests, sets]
             trial = held + change[:, None] * self.requests[:, head, None]
+            trial += (self.replicas[further] - self.replicas[masks[head]])[:, None] * self.fixed
             values = (trial.max(axis=2) * self.importance).sum(axis=1)
             if best is None or values.min() < best[0] * (1 - TOLERANCE):
                 best = float(values.min()), [*masks[:head], further[int(values.argmin())], *masks[head + 1 :]]
@@ -80,31 +90,32 @@ class _Requests:
 
 
 def place_for_requests(
-    mapping: LayerMapping, weights: Sequence[float], requests: ArrayLike, limits: CopyLimits
+    mapping: LayerMapping, weights: Sequence[float], requests: ArrayLike, limits: CopyLimits, *, fixed: float = 0.0
 ) -> LayerMapping:
     """Place the replicas of a layer on at most 8 ranks so that requests unlike the profile find those that they need.
 
     `mapping` is the best for the profile's budgets `weights`; `requests` ``[requests, heads]`` are those of single
-    prompts. It is improved by one replica more, then by one elsewhere, until neither helps. The slowest rank
-    under the profile's own budgets does not become slower.
+    prompts, if there are any. A replica takes `fixed` beside its part. The mapping is improved by one replica more,
+    then by one elsewhere, until neither helps. The slowest rank under the profile's own budgets does not become slower.
     """
     size = limits.tp_size
     if size > MOST_RANKS or sum(weights) <= 0:
         return mapping
-    rows = np.vstack([np.asarray(weights, dtype=np.float64), np.asarray(requests, dtype=np.float64)])
-    judge = _Requests(rows, limits, PROFILE_WEIGHT * len(rows))
+    rows = np.vstack([weights, np.reshape(np.asarray(requests, dtype=np.float64), (-1, len(weights)))])
+    judge = _Requests(rows, limits, PROFILE_WEIGHT * len(rows), fixed)
     masks = [mask_of(held) for held in mapping.ranks]
-    for _ in range(limits.copies - mapping.copies):
-        if (addition := judge.best_addition(masks, range(len(masks)))) is not None:
-            masks = addition[1]
     value = judge.value(masks)
+    for _ in range(limits.copies - mapping.copies):
+        addition = judge.best_addition(masks, range(len(masks)))
+        if addition is not None and addition[0] <= value * (1 + TOLERANCE):
+            value, masks = addition
     for _ in range(ROUNDS if len(weights) <= MANY_HEADS else 0):
         reached, changed = judge.best_exchange(masks)
         if reached >= value * (1 - TOLERANCE):
             break
         value, masks = reached, changed
     ranks = [[rank for rank in range(size) if mask >> rank & 1] for mask in masks]
-    slowest, parts = split_heads(weights, ranks, size)
-    if slowest > max(mapping.loads(weights, size)) * (1 + TOLERANCE):
+    slowest, parts = split_heads(weights, ranks, size, fixed=fixed)
+    if slowest > split_heads(weights, mapping.ranks, size, fixed=fixed)[0] * (1 + TOLERANCE):
         return mapping
     return LayerMapping.even(ranks).with_shares(parts)

@@ -19,7 +19,8 @@ from megakv.cache.splitting import split_heads
 from megakv.costmodel.head_times import HeadTimes, LayerCosts, RankWork
 from megakv.fairkv.assignment import TOLERANCE
 from megakv.fairkv.capacity import CLOSE, Weights, arrange, map_layers, memory_of, relieved
-from megakv.fairkv.fair_copying import CopyLimits, Split, map_layer
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import Split, map_layer
 from megakv.fairkv.mapping import Regime, StepTime
 
 Price = Callable[[LayerMapping], float]

@@ -9,7 +9,7 @@ import numpy as np
 from scipy.optimize import LinearConstraint, linprog, milp
 
 from megakv.costmodel.head_times import LayerCosts
-from megakv.fairkv.fair_copying import CopyLimits
+from megakv.fairkv.copy_limits import CopyLimits
 
 
 class Program:

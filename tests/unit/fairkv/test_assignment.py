@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from megakv.fairkv.assignment import Schemes, assign, lower_bounds, rebalance
-from megakv.fairkv.fair_copying import CopyLimits, map_layer
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import map_layer
 from tests.unit.fairkv.instances import RANDOM, budgets
 from tests.unit.fairkv.oracles import best_layer
 

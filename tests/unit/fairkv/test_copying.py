@@ -8,7 +8,8 @@ import pytest
 
 from megakv.base.loads import barrier_utilisation
 from megakv.cache.layer import LayerMapping, contiguous_layer
-from megakv.fairkv.fair_copying import CopyLimits, copy_schemes, map_layer, wrap_around
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import copy_schemes, map_layer, wrap_around
 from tests.measuring import count_calls
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed
 from tests.unit.fairkv.oracles import best_layer, printed_selection
@@ -147,7 +148,7 @@ def test_limited_replicas_against_the_optimum(limits: CopyLimits) -> None:
     for _ in range(3):
         weights = budgets(5)
         slowest = map_layer(weights, limits).slowest
-        assert slowest <= best_layer(weights, limits, reached=slowest)[0] * 1.05
+        assert slowest <= best_layer(weights, limits, reached=slowest)[0] * 1.01
 
 
 def test_nothing_kept_at_all() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from megakv.cache.layer import LayerMapping, contiguous_layer
 from megakv.cache.splitting import slowest_loads
-from megakv.fairkv.fair_copying import CopyLimits
+from megakv.fairkv.copy_limits import CopyLimits
 from megakv.fairkv.mapper import balance, map_heads
 from megakv.fairkv.mapping import HeadMapping, by_rank, load_mapping
 from megakv.fairkv.profile import BudgetProfile

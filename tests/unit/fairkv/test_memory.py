@@ -5,7 +5,8 @@ import pytest
 
 from megakv.cache.layer import LayerMapping
 from megakv.fairkv.capacity import arrange, least_total, level_ranks, map_layers, memory_of
-from megakv.fairkv.fair_copying import CopyLimits, map_layer
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import map_layer
 from tests.unit.fairkv.instances import RANDOM, budgets, skewed
 from tests.unit.fairkv.oracles import best_layers
 

@@ -8,7 +8,8 @@ import pytest
 
 from megakv.cache.layer import LayerMapping
 from megakv.cache.splitting import slowest_loads, split_heads, split_request
-from megakv.fairkv.fair_copying import CopyLimits, map_layer
+from megakv.fairkv.copy_limits import CopyLimits
+from megakv.fairkv.fair_copying import map_layer
 from megakv.fairkv.requests import imagined_requests, place_for_requests
 from tests.measuring import count_calls
 from tests.unit.fairkv.instances import RANDOM, budgets

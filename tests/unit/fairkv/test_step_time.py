@@ -16,7 +16,7 @@ from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.head_times import HeadTimes
 from megakv.costmodel.presets import PRESETS
 from megakv.costmodel.shape import LayerShape, ModelShape
-from megakv.fairkv.fair_copying import CopyLimits
+from megakv.fairkv.copy_limits import CopyLimits
 from megakv.fairkv.mapper import map_heads
 from megakv.fairkv.mapping import load_mapping
 from megakv.fairkv.profile import BudgetProfile
