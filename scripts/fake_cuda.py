@@ -7,17 +7,27 @@ which are a mask without padding, the tokens that compression keeps, and a valid
 
 The host waits for the device where it reads from it, where it copies to it from memory that is not pinned, or not with
 ``non_blocking``, and where it synchronises a stream or an event. Each such place is noted with its line.
+
+Operations are counted, too, that a device would be given: all but views and memory that is only taken. A CUDA graph is
+the operations that were given while it was captured; what would break it, or be wrong when it is replayed, is noted.
+MegaKV's kernels for steps of decoding and PyTorch's fused attention are stand-ins of the same number of launches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import itertools
+import subprocess
 import sys
+import tempfile
 import threading
 import time
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +39,12 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
+from megakv.attention import device_step
 from megakv.distributed import comm
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.health import HealthChannel
+from megakv.injection import step_graphs
+from megakv.injection.step_graphs import WAITED
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,6 +53,17 @@ READS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.def
 """Operations that give Python a number."""
 VARLEN = {aten._flash_attention_forward.default, aten._efficient_attention_forward.default}
 """Attention to runs of any lengths."""
+NO_WORK = {
+    aten._unsafe_view.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
+    aten.new_empty.default, aten.new_empty_strided.default, aten.resize_.default, aten.set_.source_Tensor,
+}  # fmt: skip
+"""Operations, beside views, that start nothing on a device."""
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
+"""
+"""Builds of torch for processors know CUDA devices by name alone: with a guard that does nothing, as builds for CUDA
+take one on a machine without a GPU, what is made by index has its place, too."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +78,26 @@ class Wait:
 
     operation: str
     place: str
+
+
+@dataclass(eq=False)
+class Graph:
+    """In the place of `torch.cuda.CUDAGraph`."""
+
+    cuda: FakeCuda
+    held: list[tuple[str, Any]] = field(default_factory=list)
+    """Operations and the shapes that they were given, in order."""
+    broken: list[str] = field(default_factory=list)
+    """What cannot be in a graph, and where."""
+    replays: int = 0
+
+    def pool(self) -> None:
+        """None of its own."""
+
+    def replay(self) -> None:
+        """One launch."""
+        self.replays += 1
+        self.cuda.launch("graph")
 
 
 def _place() -> str:
@@ -80,6 +124,12 @@ class FakeCuda(TorchDispatchMode):
         What a truth value on the device is found to be.
     varlen : int
         Calls of attention to runs of any lengths.
+    operations : Counter
+        That reached the device, by name and place.
+    bytes_up, bytes_down : int
+        Copied to the device and from it.
+    graphs : list of Graph
+        Captured so far.
     """
 
     def __init__(self, fake: FakeTensorMode):
@@ -87,6 +137,11 @@ class FakeCuda(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.truth = False
         self.varlen = 0
+        self.operations: Counter[tuple[str, str]] = Counter()
+        self.bytes_up = self.bytes_down = 0
+        self.graphs: list[Graph] = []
+        self.debug: int | str = 0
+        self._capturing: Graph | None = None
         self._fake = fake
         self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._registered: list[tuple[int, int]] = []
@@ -94,6 +149,29 @@ class FakeCuda(TorchDispatchMode):
     def wait(self, operation: str) -> None:
         """Note that the host waits here."""
         self.waits.append(Wait(operation, _place()))
+        self._breaks(operation)
+        if self.debug == "warn":
+            warnings.warn(f"called a {WAITED}", stacklevel=2)
+
+    def _breaks(self, what: str) -> None:
+        if self._capturing is not None:
+            self._capturing.broken.append(f"{what} at {_place()}")
+
+    def launch(self, operation: str, *shapes: Any) -> None:
+        """Count what reaches the device."""
+        self.operations[operation, _place()] += 1
+        if self._capturing is not None:
+            self._capturing.held.append((operation, shapes))
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graph, **_: Any) -> Iterator[None]:
+        """``torch.cuda.graph``: nothing is given to the device."""
+        before, self._capturing = self.operations.copy(), graph
+        try:
+            yield
+        finally:
+            self._capturing, self.operations = None, before
+        self.graphs.append(graph)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -112,17 +190,31 @@ class FakeCuda(TorchDispatchMode):
                 return self._pin(found) if pin else found
         self.varlen += func in VARLEN
         if func in READS:
+            self.bytes_down += args[0].element_size()
             self.wait(func._opname)
             return self._number(args[0]) if func is aten._local_scalar_dense.default else True
+        if not func.is_view and func not in NO_WORK and func.namespace != "prim":
+            shapes = [tuple(each.shape) for each in args if isinstance(each, Tensor)]
+            if func is not aten._to_copy.default or args[0].numel():
+                self.launch(func._opname, *shapes)
         if inside and to is not None and torch.device(to).type == "cpu":
             return self._read(args[0], kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default and not inside:
+            self._up(args[0])
             if not (kwargs.get("non_blocking") and self._is_pinned(args[0])):
                 self.wait("copy to the device")
         with self._fake:
-            return func(*self._known(args), **self._known(kwargs))
+            found = func(*self._known(args), **self._known(kwargs))
+        if func is aten.all.default:
+            # Only of masks is that asked.
+            found.whole = True
+        return found
+
+    def _up(self, source: Tensor) -> None:
+        self.bytes_up += source.nbytes
+        self._breaks("copy to the device, whose source a replay finds changed,")
 
     def _known(self, values: Any) -> Any:
         """Values with a fake for each real tensor: torch would compute with the numbers in it."""
@@ -135,10 +227,13 @@ class FakeCuda(TorchDispatchMode):
         return tree_map_only(Tensor, fake, values)
 
     def _number(self, tensor: Tensor) -> Any:
+        if getattr(tensor, "whole", False):
+            return True
         return self.truth if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _read(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A real tensor in the place of one on the device."""
+        self.bytes_down += tensor.nbytes
         self.wait("copy to the host")
         with unset_fake_temporarily():
             dtype = kwargs.get("dtype") or tensor.dtype
@@ -148,6 +243,10 @@ class FakeCuda(TorchDispatchMode):
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         there, here = isinstance(target, FakeTensor), isinstance(source, FakeTensor)
         host = source if there else target
+        if there and not here:
+            self._up(source)
+        elif here and not there:
+            self.bytes_down += target.nbytes
         if there != here and not (non_blocking and self._is_pinned(host)):
             self.wait("copy to the device" if there else "copy to the host")
         if there:
@@ -232,6 +331,58 @@ def _new_tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
     return found if device is None else found.to(device)
 
 
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """`scaled_dot_product_attention`, whose choice of a kernel asks the device: one, which knows grouped heads."""
+    if attn_mask is None:
+        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
+    if enable_gqa:
+        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
+    options = {"scale": scale}
+    return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, False, 0.0, is_causal, **options)[
+        0
+    ]
+
+
+def _step_kernel(cuda: FakeCuda) -> Callable[..., Tensor]:
+    """In the place of `megakv.attention.triton_step.attend_step`: three launches."""
+
+    def attend_step(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *given: Any, **options: Any) -> Tensor:
+        for name in ("megakv_store", "megakv_attend", "megakv_merge"):
+            cuda.launch(name, tuple(q_BHSD.shape), tuple(k_BKSD.shape))
+        _, heads, rows, _ = q_BHSD.shape
+        return q_BHSD.new_empty((1, rows, heads, v_BKSD.shape[3]))
+
+    return attend_step
+
+
+_places, _spaces = itertools.count(1), dict[int, int]()
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor would begin: memory of the device is aligned, and no two pieces of it lie in one place."""
+    storage = tensor.untyped_storage()
+    if storage._cdata not in _spaces:
+        _spaces[storage._cdata] = next(_places) << 40
+    return _spaces[storage._cdata] + tensor.storage_offset() * tensor.element_size()
+
+
+def know_cuda() -> None:
+    """Let tensors of a build of torch for processors be on CUDA devices; it takes a C++ compiler."""
+    if torch.version.cuda is not None:
+        return
+    torch_folder = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(GUARD)
+        command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{torch_folder}/include", str(source)]
+        command += [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib", "-o", str(library)]
+        subprocess.run(command, check=True)
+        ctypes.CDLL(str(library))
+
+
 def _move(module: nn.Module, device: Any = None, *args: Any, **options: Any) -> nn.Module:
     """`Module.to`, which does not know tensors that change from real to fake."""
     if device is not None and not isinstance(device, torch.dtype):
@@ -251,7 +402,8 @@ def fake_cuda() -> Iterator[FakeCuda]:
     cuda = FakeCuda(fake)
     stream = _Stream(cuda)
     runtime = mock.Mock(cudaHostRegister=cuda.register, cudaHostUnregister=lambda address: 0)
-    properties = mock.Mock(total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+    sizes = {"total_memory": 80 << 30, "multi_processor_count": 132, "shared_memory_per_block_optin": 227 << 10}
+    properties = mock.Mock(major=9, minor=0, **sizes)
     properties.name = "no device"
     answers = {
         "_lazy_init": lambda: None,
@@ -278,7 +430,13 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "cudart": lambda: runtime,
+        "CUDAGraph": lambda: Graph(cuda),
+        "graph": cuda.capture,
+        "default_generators": (mock.Mock(),),
+        "get_sync_debug_mode": lambda: cuda.debug,
+        "set_sync_debug_mode": lambda mode: setattr(cuda, "debug", mode),
     }
+    know_cuda()
     with fake:
         # Once on a machine without a GPU, torch takes a guard of devices that does nothing.
         assert not torch.cuda.is_available()
@@ -292,6 +450,11 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _attention))
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address))
+        stack.enter_context(mock.patch.object(device_step, "_agrees", lambda *case: True))
+        stack.enter_context(mock.patch.object(device_step, "_kernel", lambda: _step_kernel(cuda)))
+        stack.enter_context(mock.patch.object(step_graphs, "attends_on_device", lambda: True))
         # Threads of their own have no modes: what they copy is noted and made all the same.
         run = threading.Thread.run
 

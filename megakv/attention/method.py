@@ -10,10 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
+from megakv.attention.backends import attend_block
 from megakv.attention.compiled import RowTable
 from megakv.attention.partial import KVPart, PackedAttention, Part, dense
 from megakv.attention.reference import Scoring
 from megakv.attention.together import PackedRows, attend_rows, attend_together
+from megakv.attention.varlen import attend_prompts
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
@@ -138,6 +140,10 @@ class AttentionCall:
 
     `queries` and `tokens` are those of `q_HLD` either way.
     """
+    in_hand: bool = False
+    """Whether, where nothing was cached, `k_KLD` and `v_KLD` are all that there is to attend to."""
+    once: Callable[[Any, Callable[[], Any]], Any] = lambda key, make: make()
+    """What all layers of the pass share, by key: made by the first one that asks."""
     _parts: list[Part] | None = field(default=None, init=False)
 
     @property
@@ -235,8 +241,8 @@ class AttentionCall:
 AttentionMethod = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 """A way to compute exact attention over tokens that are spread over ranks.
 
-It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries. An engine
-makes one instance, which all layers and passes call.
+It returns ``[H, L, Dv]`` outputs, float32 (or float64, or in the kernel's type where nothing is merged), and the
+log-sum-exp ``[H, L]`` of this rank's queries. An engine makes one instance, which all layers and passes call.
 """
 
 
@@ -256,12 +262,40 @@ def attend_here(
     `parts`, all of the call's if None, are looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
+    if elsewhere is None and parts is None and (found := _prompts(call, q_HLD, tokens)) is not None:
+        return found
     out, lse = _together(call, q_HLD, tokens, parts) or attend_rows(
         q_HLD, tokens, call.scoring, call.kv_heads, call.value_dim, call.parts if parts is None else parts
     )
     if elsewhere is not None:
+        out = out.to(lse.dtype)
         elsewhere.merge_into(out, lse)
     return out, lse
+
+
+def _prompts(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> tuple[Tensor, Tensor] | None:
+    """Prompts of which nothing was cached, in one kernel call on CUDA; None for all else.
+
+    Of each sequence, queries are those of all its tokens, or, in the last layer, of its last one.
+    """
+    scoring, new = call.scoring, call.layout.tokens[call.rank]
+    plain = scoring.plain and scoring.value_columns is None
+    if q_HLD.device.type == "cpu" or call.size > 1 or not call.in_hand or not plain:
+        return None
+
+    def fresh() -> bool:
+        lengths = np.diff(new.bounds)
+        longest, last = int(lengths.max(initial=0)), new.bounds[1:][lengths > 0] - 1
+        alone = not call.compressed and int(call.table.counts().sum()) == len(new)
+        alone = alone and (scoring.window is None or scoring.window >= longest)
+        return alone and (tokens is new or np.array_equal(tokens.keys(1 << 40), new.keys(1 << 40)[last]))
+
+    if not call.once(("fresh prompts", scoring.window, call.narrowed), fresh):
+        return None
+    if len(new) == np.diff(new.bounds).max():
+        causal = tokens is new and len(new) > 1
+        return attend_block(q_HLD, call.k_KLD, call.v_KLD, scoring.scale, causal=causal)
+    return attend_prompts(q_HLD, call.k_KLD, call.v_KLD, tokens, new, scoring.scale, call.once)
 
 
 def _together(

@@ -15,6 +15,7 @@ from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.methods import METHODS
 from megakv.attention.reference import Scoring
 from megakv.base.device import upload
+from megakv.cache.dense import DenseStore, Kept, append_kept
 from megakv.cache.notes import Notes
 from megakv.cache.store import KVStore
 from megakv.distributed.comm import Communicator
@@ -124,6 +125,8 @@ class LayerAttention:
             comm=self.comm,
             compressed=plan.cache.holds_compressed,
             narrowed=queries.narrowed,
+            in_hand=isinstance(store, DenseStore) and self.replicas is None,
+            once=plan.once,
         )
         out_HLD, lse_HL = self._over_ranks(plan, call)
         seen_HL = lse_HL
@@ -152,8 +155,7 @@ class LayerAttention:
         if kept is None:
             store.append(plan.layout.stored[plan.rank].sequences, k_KLD, v_KLD)
             return k_KLD, v_KLD
-        for sequence, index in kept:
-            store.append(sequence, *((k_KLD, v_KLD) if index is None else (k_KLD[:, index], v_KLD[:, index])))
+        append_kept(store, kept, k_KLD, v_KLD)
         return k_KLD, v_KLD
 
     def _over_ranks(self, plan: PassPlan, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -164,6 +166,8 @@ class LayerAttention:
         )
         if self.replicas is None:
             return out_HLD, lse_HL
+        # What is merged is, in the kernel's type, too coarse.
+        out_HLD = out_HLD.to(lse_HL.dtype)
         return self.replicas.merge(call, out_HLD, lse_HL, complete=plan.complete, scored=plan.compression.scored)
 
     def _attended(self, plan: PassPlan, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -229,7 +233,7 @@ def _checked(name: str, result: Any, call: AttentionCall) -> tuple[Tensor, Tenso
     return result
 
 
-def _kept(plan: PassPlan, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
+def _kept(plan: PassPlan, device: torch.device) -> list[Kept] | None:
     """Rows that this rank keeps of each sequence, of the tokens that it computes; None in the place of all rows.
 
     Nothing where it keeps a single row of each of several sequences, in their order.

@@ -208,6 +208,7 @@ def test_large_models_fit_their_machine() -> None:
         (["--links", "0"], "--links 0: allowed: numbers above 0"),
         (["--shapes", "bert"], "--shapes bert: allowed: each of opt, mha, gqa, windowed once"),
         (["--only", "long"], "--only long: allowed: each of links, latency"),
+        (["--only", "latency", "--methods", "stream,row_stream"], "--methods stream,row_stream: allowed: each of auto,"),
         (["--new", "3"], "--new 3: allowed: 6 or more"),
         (["--heads", "6"], "--heads 6: allowed: multiples of 4"),
         (["--batch", "3"], "--batch 3: allowed for part throughput: multiples of --group 2"),
