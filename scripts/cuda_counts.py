@@ -30,7 +30,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessor, LogitsProcessorList
 
 import megakv
-from megakv.attention import backends, varlen
+from megakv.attention import backends, prompts, varlen
 from megakv.distributed.mesh import stop_distributed
 from megakv.launcher.process import quiet_libraries
 
@@ -202,7 +202,7 @@ def main() -> int:
     arguments = parser.parse_args()
     quiet_libraries()
     torch.set_num_threads(1)
-    checked = [(backends, "_agrees"), (varlen, "_agrees"), (varlen, "_agrees_on_prompts")]
+    checked = [(backends, "_agrees"), (varlen, "_agrees"), (prompts, "_agrees")]
     with fake_cuda() as cuda, contextlib.ExitStack() as stack:
         for module, name in checked:
             # Once in a process each kernel is tried.

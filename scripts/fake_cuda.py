@@ -16,24 +16,20 @@ MegaKV's kernels for steps of decoding and PyTorch's fused attention are stand-i
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import itertools
-import subprocess
 import sys
-import tempfile
 import threading
-import time
 import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fake_kernels import NO_WORK, READS, VARLEN, Event, Graph, Stream, address, attention, know_cuda, step_kernel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,25 +41,11 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.health import HealthChannel
 from megakv.injection import step_graphs
 from megakv.injection.step_graphs import WAITED
+from megakv.offload.cuda_link import CudaStreams
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cuda", 0)
-READS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
-"""Operations that give Python a number."""
-VARLEN = {aten._flash_attention_forward.default, aten._efficient_attention_forward.default}
-"""Attention to runs of any lengths."""
-NO_WORK = {
-    aten._unsafe_view.default, aten.empty.memory_format, aten.empty_like.default, aten.empty_strided.default,
-    aten.new_empty.default, aten.new_empty_strided.default, aten.resize_.default, aten.set_.source_Tensor,
-}  # fmt: skip
-"""Operations, beside views, that start nothing on a device."""
-GUARD = """
-#include <c10/core/impl/DeviceGuardImplInterface.h>
-namespace c10::impl { C10_REGISTER_GUARD_IMPL(CUDA, NoOpDeviceGuardImpl<DeviceType::CUDA>) }
-"""
-"""Builds of torch for processors know CUDA devices by name alone: with a guard that does nothing, as builds for CUDA
-take one on a machine without a GPU, what is made by index has its place, too."""
 
 
 @dataclass(frozen=True)
@@ -78,26 +60,6 @@ class Wait:
 
     operation: str
     place: str
-
-
-@dataclass(eq=False)
-class Graph:
-    """In the place of `torch.cuda.CUDAGraph`."""
-
-    cuda: FakeCuda
-    held: list[tuple[str, Any]] = field(default_factory=list)
-    """Operations and the shapes that they were given, in order."""
-    broken: list[str] = field(default_factory=list)
-    """What cannot be in a graph, and where."""
-    replays: int = 0
-
-    def pool(self) -> None:
-        """None of its own."""
-
-    def replay(self) -> None:
-        """One launch."""
-        self.replays += 1
-        self.cuda.launch("graph")
 
 
 def _place() -> str:
@@ -284,44 +246,6 @@ class FakeCuda(TorchDispatchMode):
         return 0
 
 
-class _Stream:
-    """A stream in which nothing takes any time."""
-
-    def __init__(self, cuda: FakeCuda):
-        self._cuda = cuda
-
-    def synchronize(self) -> None:
-        self._cuda.wait("Stream.synchronize")
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    wait_stream = wait_event
-
-
-class _Event:
-    """A moment in a stream: over at once, at the time at which it was recorded."""
-
-    def __init__(self, cuda: FakeCuda):
-        self._cuda = cuda
-        self._at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        self._cuda.wait("Event.synchronize")
-
-    def elapsed_time(self, other: _Event) -> float:
-        return (other._at - self._at) * 1e3
-
-
 _tensor = torch.tensor
 
 
@@ -329,58 +253,6 @@ def _new_tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
     """`torch.tensor`, which copies from the host in C++ where nobody sees it."""
     found = _tensor(data, **options)
     return found if device is None else found.to(device)
-
-
-def _attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """`scaled_dot_product_attention`, whose choice of a kernel asks the device: one, which knows grouped heads."""
-    if attn_mask is None:
-        return aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal, False, scale=scale)[0]
-    if enable_gqa:
-        key, value = (each.repeat_interleave(query.shape[1] // key.shape[1], 1) for each in (key, value))
-    options = {"scale": scale}
-    return aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, False, 0.0, is_causal, **options)[
-        0
-    ]
-
-
-def _step_kernel(cuda: FakeCuda) -> Callable[..., Tensor]:
-    """In the place of `megakv.attention.triton_step.attend_step`: three launches."""
-
-    def attend_step(q_BHSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, *given: Any, **options: Any) -> Tensor:
-        for name in ("megakv_store", "megakv_attend", "megakv_merge"):
-            cuda.launch(name, tuple(q_BHSD.shape), tuple(k_BKSD.shape))
-        _, heads, rows, _ = q_BHSD.shape
-        return q_BHSD.new_empty((1, rows, heads, v_BKSD.shape[3]))
-
-    return attend_step
-
-
-_places, _spaces = itertools.count(1), dict[int, int]()
-
-
-def _address(tensor: Tensor) -> int:
-    """Where a tensor would begin: memory of the device is aligned, and no two pieces of it lie in one place."""
-    storage = tensor.untyped_storage()
-    if storage._cdata not in _spaces:
-        _spaces[storage._cdata] = next(_places) << 40
-    return _spaces[storage._cdata] + tensor.storage_offset() * tensor.element_size()
-
-
-def know_cuda() -> None:
-    """Let tensors of a build of torch for processors be on CUDA devices; it takes a C++ compiler."""
-    if torch.version.cuda is not None:
-        return
-    torch_folder = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
-        source.write_text(GUARD)
-        command = ["c++", "-std=c++17", "-shared", "-fPIC", f"-I{torch_folder}/include", str(source)]
-        command += [f"-L{torch_folder}/lib", "-lc10", f"-Wl,-rpath,{torch_folder}/lib", "-o", str(library)]
-        subprocess.run(command, check=True)
-        ctypes.CDLL(str(library))
 
 
 def _move(module: nn.Module, device: Any = None, *args: Any, **options: Any) -> nn.Module:
@@ -400,7 +272,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """A process with one CUDA device that does nothing."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     cuda = FakeCuda(fake)
-    stream = _Stream(cuda)
+    stream = Stream(cuda.wait)
     runtime = mock.Mock(cudaHostRegister=cuda.register, cudaHostUnregister=lambda address: 0)
     sizes = {"total_memory": 80 << 30, "multi_processor_count": 132, "shared_memory_per_block_optin": 227 << 10}
     properties = mock.Mock(major=9, minor=0, **sizes)
@@ -424,13 +296,13 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "synchronize": lambda device=None: cuda.wait("synchronize"),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
-        "Stream": lambda *args, **options: _Stream(cuda),
-        "Event": lambda *args, **options: _Event(cuda),
+        "Stream": lambda *args, **options: Stream(cuda.wait),
+        "Event": lambda *args, **options: Event(cuda.wait),
         "current_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "cudart": lambda: runtime,
-        "CUDAGraph": lambda: Graph(cuda),
+        "CUDAGraph": lambda: Graph(cuda.launch),
         "graph": cuda.capture,
         "default_generators": (mock.Mock(),),
         "get_sync_debug_mode": lambda: cuda.debug,
@@ -450,10 +322,12 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))
-        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _attention))
-        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", _address))
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", address))
         stack.enter_context(mock.patch.object(device_step, "_agrees", lambda *case: True))
-        stack.enter_context(mock.patch.object(device_step, "_kernel", lambda: _step_kernel(cuda)))
+        stack.enter_context(mock.patch.object(device_step, "_kernel", lambda: step_kernel(cuda.launch)))
+        # The driver's own call, which knows addresses alone.
+        stack.enter_context(mock.patch.object(CudaStreams, "_memcpy", staticmethod(lambda *copy: 0)))
         stack.enter_context(mock.patch.object(step_graphs, "attends_on_device", lambda: True))
         # Threads of their own have no modes: what they copy is noted and made all the same.
         run = threading.Thread.run

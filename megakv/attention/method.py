@@ -10,12 +10,11 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.backends import attend_block
 from megakv.attention.compiled import RowTable
 from megakv.attention.partial import KVPart, PackedAttention, Part, dense
+from megakv.attention.prompts import attend_prompts
 from megakv.attention.reference import Scoring
 from megakv.attention.together import PackedRows, attend_rows, attend_together
-from megakv.attention.varlen import attend_prompts
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
 
 
@@ -86,6 +85,15 @@ class Store(ABC):
         None, with nothing changed, where they are not in this memory alone, on all ranks alike.
         """
         return None
+
+    in_hand = False
+    """Whether it holds all rows that come, as they come: where none was there, those of a pass are all there are."""
+
+    def hold_alike(self, sequences: int, k_KLD: Tensor, v_KLD: Tensor) -> bool:
+        """Hold prompts of so many sequences, of as many rows each, in one copy; False, with nothing done, where a store
+        has rows already or does not know how.
+        """
+        return False
 
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         """A buffer's keys ``[K, R, D]`` and values ``[K, R, Dv]``, each sequence's first row in it, and its rows.
@@ -262,7 +270,7 @@ def attend_here(
     `parts`, all of the call's if None, are looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
-    if elsewhere is None and parts is None and (found := _prompts(call, q_HLD, tokens)) is not None:
+    if elsewhere is None and parts is None and (found := attend_prompts(call, q_HLD, tokens)) is not None:
         return found
     out, lse = _together(call, q_HLD, tokens, parts) or attend_rows(
         q_HLD, tokens, call.scoring, call.kv_heads, call.value_dim, call.parts if parts is None else parts
@@ -271,31 +279,6 @@ def attend_here(
         out = out.to(lse.dtype)
         elsewhere.merge_into(out, lse)
     return out, lse
-
-
-def _prompts(call: AttentionCall, q_HLD: Tensor, tokens: TokenBlock) -> tuple[Tensor, Tensor] | None:
-    """Prompts of which nothing was cached, in one kernel call on CUDA; None for all else.
-
-    Of each sequence, queries are those of all its tokens, or, in the last layer, of its last one.
-    """
-    scoring, new = call.scoring, call.layout.tokens[call.rank]
-    plain = scoring.plain and scoring.value_columns is None
-    if q_HLD.device.type == "cpu" or call.size > 1 or not call.in_hand or not plain:
-        return None
-
-    def fresh() -> bool:
-        lengths = np.diff(new.bounds)
-        longest, last = int(lengths.max(initial=0)), new.bounds[1:][lengths > 0] - 1
-        alone = not call.compressed and int(call.table.counts().sum()) == len(new)
-        alone = alone and (scoring.window is None or scoring.window >= longest)
-        return alone and (tokens is new or np.array_equal(tokens.keys(1 << 40), new.keys(1 << 40)[last]))
-
-    if not call.once(("fresh prompts", scoring.window, call.narrowed), fresh):
-        return None
-    if len(new) == np.diff(new.bounds).max():
-        causal = tokens is new and len(new) > 1
-        return attend_block(q_HLD, call.k_KLD, call.v_KLD, scoring.scale, causal=causal)
-    return attend_prompts(q_HLD, call.k_KLD, call.v_KLD, tokens, new, scoring.scale, call.once)
 
 
 def _together(

@@ -1,4 +1,4 @@
-"""Queries against each of several runs of keys, of any lengths, in one variable-length kernel call on CUDA."""
+"""A few queries against each of several runs of keys, of any lengths, in one variable-length kernel call on CUDA."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.backends import CUDNN_OPERATIONS, Result, trusted
+from megakv.attention.backends import trusted
 from megakv.attention.merge import merge_by_owner
 from megakv.attention.reference import dense_attention
 from megakv.base.device import upload
-from megakv.distributed.sharding import IntArray, TokenBlock
+from megakv.distributed.sharding import IntArray
 
 CHUNK_KEYS = 512
 """Keys of a chunk at most, where a kernel does not share out the keys of a run by itself."""
 FLASH_DIM, MULTIPLE = 256, 8
 """Head dims that FlashAttention takes, and what all kernels want them to be multiples of."""
 
-Once = Callable[[Any, Callable[[], Any]], Any]
-"""Makes what all layers of a pass share, by key."""
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, "KeyRuns", float], tuple[Tensor, Tensor]]
 """From R queries of each run ``[K, R, D]``, and keys and values of all runs, ``[n, D]`` and ``[n, Dv]``: the attention
 to all keys of their run, ``[K, R, Dv]`` and the natural log-sum-exp ``[K, R]``, float32; 0 and -inf without keys."""
@@ -99,62 +96,6 @@ def efficient(q_KRD: Tensor, k_nD: Tensor, v_nD: Tensor, runs: KeyRuns, scale: f
     )[:2]  # fmt: skip
     # Its log-sum-exp has rows added up to a multiple of 32.
     return merge_by_owner(out.view(count, rows, -1), lse[:, 0, :rows], owners_P, len(runs.counts))
-
-
-def attend_prompts(
-    q_HLD: Tensor, k_KLD: Tensor, v_KLD: Tensor, queries: TokenBlock, tokens: TokenBlock, scale: float, once: Once
-) -> tuple[Tensor, Tensor] | None:
-    """Causal attention of several sequences' packed tokens to each other, or of the last one of each.
-
-    ``[H, L, D]`` and ``[H, L]``, as a call for each sequence gives them; None where FlashAttention takes no such heads,
-    and where sequences are so long that a call for each takes no longer, by kernels that are faster.
-    """
-    dim, longest = q_HLD.shape[-1], int(np.diff(tokens.bounds).max())
-    operations = 2.0 * len(q_HLD) * longest**2 * dim
-    half = q_HLD.dtype in (torch.float16, torch.bfloat16) and q_HLD.dtype == k_KLD.dtype == v_KLD.dtype
-    if not half or dim != v_KLD.shape[-1] or dim % MULTIPLE or dim > FLASH_DIM or operations >= CUDNN_OPERATIONS:
-        return None
-    if not _agrees_on_prompts(q_HLD.device, q_HLD.dtype, dim):
-        return None
-
-    def bounds(block: TokenBlock) -> Tensor:
-        return upload(np.unique(block.bounds).astype(np.int32), q_HLD.device)
-
-    single = queries is not tokens
-    k_bounds = once("prompts", lambda: bounds(tokens))
-    q_bounds = once("last of prompts", lambda: bounds(queries)) if single else k_bounds
-    return _prompts(q_HLD, k_KLD, v_KLD, q_bounds, k_bounds, 1 if single else longest, longest, scale)
-
-
-def _prompts(
-    q_HLD: Tensor, k_KLD: Tensor, v_KLD: Tensor, q_bounds: Tensor, k_bounds: Tensor, rows: int, keys: int, scale: float
-) -> tuple[Tensor, Tensor]:
-    packed = (each.transpose(0, 1) for each in (q_HLD, k_KLD, v_KLD))
-    out_LHD, lse_HL = torch.ops.aten._flash_attention_forward(
-        *packed, q_bounds, k_bounds, rows, keys, 0.0, rows > 1, False, scale=scale
-    )[:2]
-    return out_LHD.transpose(0, 1), lse_HL
-
-
-@functools.cache
-def _agrees_on_prompts(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Whether FlashAttention gives the reference's results, tried once on a small example."""
-    generator, lengths = torch.Generator("cpu").manual_seed(0), [70, 1, 33]
-    q, k, v = (torch.randn(heads, 104, dim, generator=generator, device="cpu").to(device, dtype) for heads in (4, 2, 2))
-    ends = np.cumsum(lengths)
-    at, one = (upload(np.array([0, *each], dtype=np.int32), device) for each in (ends, (1, 2, 3)))
-    whole = []
-    for end, length in zip(ends, lengths, strict=True):
-        seen = torch.ones(length, length, dtype=torch.bool, device=device).tril_()
-        own = slice(end - length, end)
-        whole.append(dense_attention(q[:, own], k[:, own], v[:, own], dim**-0.5, visible_LS=seen))
-    out, lse = (torch.cat(each, dim=1) for each in zip(*whole, strict=True))
-    q_last, out_last, lse_last = (each.index_select(1, at[1:] - 1) for each in (q, out, lse))
-    results: list[Result] = [
-        (functools.partial(_prompts, q, k, v, at, at, 70, 70, dim**-0.5), (out, lse)),
-        (functools.partial(_prompts, q_last, k, v, one, at, 1, 70, dim**-0.5), (out_last, lse_last)),
-    ]
-    return trusted(_prompts, results, dtype, f"prompts in {dtype} with head dim {dim} on {device}")
 
 
 def select_varlen(q: Tensor, k_nD: Tensor, v_nD: Tensor) -> VarlenKernel | None:

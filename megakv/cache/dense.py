@@ -14,10 +14,8 @@ from torch import Tensor
 
 from megakv.attention.compiled import RowTable, Run
 from megakv.cache.segments import SegmentedRows
-from megakv.cache.store import KVStore, Pair, SpanStore
+from megakv.cache.store import Pair, SpanStore
 
-Kept = tuple[int, slice | Tensor | None]
-"""A sequence, and which rows of a pass it keeps: all of them if None."""
 GROWTH_MINIMUM = 16
 """Rows that a full buffer grows by at least."""
 
@@ -27,6 +25,8 @@ class DenseStore(SpanStore):
 
     `least_growth` are the rows that a full buffer grows by at least.
     """
+
+    in_hand = True
 
     def __init__(self, batch: int, least_growth: int = GROWTH_MINIMUM):
         self._least_growth = least_growth
@@ -40,12 +40,10 @@ class DenseStore(SpanStore):
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._rows_like(sequence, (k_KSD, v_KSD)).extend(rows)
 
-    def append_alike(self, kept: Sequence[Kept], k_KLD: Tensor, v_KLD: Tensor) -> bool:
-        """Hold the rows of a pass in one copy, if they are prompts of one length and nothing is here yet."""
+    def hold_alike(self, sequences: int, k_KLD: Tensor, v_KLD: Tensor) -> bool:
         count = len(self._held)
         rows = k_KLD.shape[1] // max(1, count)
-        alike = [(sequence, slice(sequence * rows, (sequence + 1) * rows)) for sequence in range(count)]
-        if count < 2 or self._expected or any(self._absent) or any(self._held) or [*kept] != alike:
+        if sequences != count or self._expected or any(self._absent) or any(self._held):
             return False
         pair = (each.unflatten(1, (count, rows)).transpose(0, 1) for each in (k_KLD, v_KLD))
         keys, values = (each.clone(memory_format=torch.contiguous_format) for each in pair)
@@ -155,11 +153,3 @@ def _to_the_end(*pair: Tensor) -> Run:
     """A run with all of the memory behind it, where more rows may come."""
     k_size, v_size = (int(x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) for x in pair)
     return Run.of(*pair)._replace(k_size=k_size, v_size=v_size)
-
-
-def append_kept(store: KVStore, kept: Sequence[Kept], k_KLD: Tensor, v_KLD: Tensor) -> None:
-    """Add to a layer's store what sequences keep of the rows of a pass."""
-    if isinstance(store, DenseStore) and store.append_alike(kept, k_KLD, v_KLD):
-        return
-    for sequence, index in kept:
-        store.append(sequence, *((k_KLD, v_KLD) if index is None else (k_KLD[:, index], v_KLD[:, index])))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from megakv.attention.method import AttentionCall, AttentionMethod
 from megakv.attention.methods import METHODS
 from megakv.attention.reference import Scoring
 from megakv.base.device import upload
-from megakv.cache.dense import DenseStore, Kept, append_kept
 from megakv.cache.notes import Notes
 from megakv.cache.store import KVStore
 from megakv.distributed.comm import Communicator
@@ -125,7 +125,7 @@ class LayerAttention:
             comm=self.comm,
             compressed=plan.cache.holds_compressed,
             narrowed=queries.narrowed,
-            in_hand=isinstance(store, DenseStore) and self.replicas is None,
+            in_hand=store.in_hand and self.replicas is None,
             once=plan.once,
         )
         out_HLD, lse_HL = self._over_ranks(plan, call)
@@ -155,7 +155,10 @@ class LayerAttention:
         if kept is None:
             store.append(plan.layout.stored[plan.rank].sequences, k_KLD, v_KLD)
             return k_KLD, v_KLD
-        append_kept(store, kept, k_KLD, v_KLD)
+        if plan.once("alike", lambda: _alike(plan)) and store.hold_alike(plan.batch, k_KLD, v_KLD):
+            return k_KLD, v_KLD
+        for sequence, index in kept:
+            store.append(sequence, *((k_KLD, v_KLD) if index is None else (k_KLD[:, index], v_KLD[:, index])))
         return k_KLD, v_KLD
 
     def _over_ranks(self, plan: PassPlan, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -233,7 +236,14 @@ def _checked(name: str, result: Any, call: AttentionCall) -> tuple[Tensor, Tenso
     return result
 
 
-def _kept(plan: PassPlan, device: torch.device) -> list[Kept] | None:
+def _alike(plan: PassPlan) -> bool:
+    """Whether this rank keeps all rows that it computes, as many of each of several sequences."""
+    stored = plan.layout.stored[plan.rank]
+    lengths = set(np.diff(stored.bounds).tolist())
+    return plan.batch > 1 and len(lengths) == 1 and plan.layout.kept_rows(plan.rank) is None
+
+
+def _kept(plan: PassPlan, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:
     """Rows that this rank keeps of each sequence, of the tokens that it computes; None in the place of all rows.
 
     Nothing where it keeps a single row of each of several sequences, in their order.

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -23,7 +23,7 @@ from megakv.attention.device_step import LayerKind, StepTables, attends_on_devic
 from megakv.distributed.comm import Communicator
 from megakv.forward.pass_plan import Generation, PassPlan
 from megakv.forward.runtime import Runtime
-from megakv.injection.layer_kind import heard
+from megakv.injection.layer_kind import heard, plain_values, settings_of
 from megakv.tracking.measurements import CAPTURED
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")
 """What a decoder is given in tensors; with any other it is left alone."""
 CACHE = "past_key_values"
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 STEPS = ((8, 1), (64, 8), (256, 32))
 """Up to so many sequences, a graph is of a multiple of that."""
 WAITED = "synchronizing CUDA operation"
@@ -96,9 +95,9 @@ class StepGraphs:
         modules = list(self._decoder.modules())
         self._heard, self._hooks = heard(modules), RemovableHandle.next_id
         own = [own for each in modules for own in (*each._parameters.values(), *each._buffers.values())]
-        state: list[Any] = [(id(each), type(each), *_settings(each)) for each in modules]
+        state: list[Any] = [(id(each), type(each), *settings_of(each)) for each in modules]
         state += [(id(each), each.data_ptr()) for each in own if each is not None]
-        state.append(_plain(vars(getattr(self._decoder, "config", self._decoder))))
+        state.append(plain_values(vars(getattr(self._decoder, "config", self._decoder))))
         # With its groups, those of a mesh that failed are over.
         state.append(self._comm.watch.failures.life)
         changed = state != self._state
@@ -291,21 +290,6 @@ class StepGraph:
 def _agreed(comm: Communicator, holds: bool) -> bool:
     """Whether something holds on all ranks: sums over them are in all their graphs, or in none."""
     return holds if comm.mesh.world_size == 1 else all(comm.gather_objects(holds))
-
-
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What its code may go by that is no tensor: numbers and texts among its attributes, and its own `forward`."""
-    own = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
-    return module.training, own.get("forward"), _plain(own)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and texts, in whatever containers; None in the place of all else."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return [(str(key), found) for key, each in value.items() if (found := _plain(each)) is not None]
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else None
 
 
 def _same(value: Any, other: Any) -> bool:

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Iterator
 from itertools import pairwise
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.attention import method, varlen
-from megakv.attention.reference import Scoring, dense_attention
+from megakv.attention import varlen
+from megakv.attention.reference import dense_attention
 from megakv.attention.varlen import CHUNK_KEYS, KeyRuns, efficient, flash, select_varlen
-from megakv.distributed.sharding import TokenBlock
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
@@ -115,71 +113,3 @@ def test_kernels_are_checked_before_they_are_used(kernel, dtype, value_dim) -> N
 def test_no_kernel_off_cuda() -> None:
     q, k = torch.randn(2, 1, 16), torch.randn(5, 16)
     assert select_varlen(q, k, k) is None
-
-
-def causal_loop(q: Tensor, k: Tensor, v: Tensor, at_q: Tensor, at_k: Tensor, rows: int, keys: int, scale: float) -> Any:
-    """As FlashAttention has it: each sequence's queries are its last rows."""
-    check_bounds(at_q, q.shape[1], rows)
-    check_bounds(at_k, k.shape[1], keys)
-    outs, lses = [], []
-    for (a, b), (c, d) in zip(pairwise(at_q.tolist()), pairwise(at_k.tolist()), strict=True):
-        seen = torch.arange(d - c)[None] <= torch.arange(d - c - (b - a), d - c)[:, None]
-        out, lse = dense_attention(q[:, a:b], k[:, c:d], v[:, c:d], scale, visible_LS=seen)
-        outs.append(out.to(q.dtype))
-        lses.append(lse.float())
-    return torch.cat(outs, dim=1), torch.cat(lses, dim=1)
-
-
-def test_prompts_of_several_sequences_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "_agrees_on_prompts", lambda *case: True)
-    monkeypatch.setattr(varlen, "_prompts", causal_loop)
-    for _ in range(5):
-        lengths = [random.choice([0, 1, random.randint(2, 50)]) for _ in range(random.randint(2, 6))] + [7, 9]
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        slot = np.concatenate([np.arange(length) for length in lengths])
-        new = TokenBlock(sequence, slot, slot, len(lengths))
-        q, k, v = (torch.randn(heads, len(new), 16).to(torch.bfloat16) for heads in (4, 2, 2))
-        made: dict[Any, Any] = {}
-
-        def once(key: Any, make: Any, made: dict[Any, Any] = made) -> Any:
-            return made.setdefault(key, make())
-
-        last = np.array([new.run(each).stop - 1 for each, length in enumerate(lengths) if length])
-        for queries, rows in ((new, np.arange(len(new))), (new.take(last), last)):
-            found = varlen.attend_prompts(q[:, rows], k, v, queries, new, 0.25, once)
-            assert found is not None
-            for row, at in enumerate(rows.tolist()):
-                seen = slice(new.run(new.sequences[at]).start, at + 1)
-                out, lse = dense_attention(q[:, at : at + 1], k[:, seen], v[:, seen], 0.25)
-                torch.testing.assert_close(found[0][:, row].double(), out[:, 0], rtol=2e-2, atol=2e-2)
-                torch.testing.assert_close(found[1][:, row].double(), lse[:, 0], rtol=1e-3, atol=1e-3)
-        assert set(made) == {"prompts", "last of prompts"}
-        assert varlen.attend_prompts(q.float(), k.float(), v.float(), new, new, 0.25, once) is None
-    monkeypatch.setattr(varlen, "CUDNN_OPERATIONS", 1.0)
-    assert varlen.attend_prompts(q, k, v, new, new, 0.25, once) is None
-
-
-@pytest.mark.parametrize("case", ["whole", "last", "cached", "window", "one", "bias", "shared"])
-def test_which_prompts_are_one_call(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of which nothing was cached, in layers whose windows leave nothing out."""
-    calls = list[str]()
-    monkeypatch.setattr(method, "attend_prompts", lambda *given: calls.append("several") or (None, None))
-    monkeypatch.setattr(method, "attend_block", lambda *given, causal: calls.append(f"one {causal}") or (None, None))
-    lengths = [9] if case == "one" else [5, 0, 9]
-    sequence = np.repeat(np.arange(len(lengths)), lengths)
-    slot = np.concatenate([np.arange(length) for length in lengths])
-    new = TokenBlock(sequence, slot, slot, len(lengths))
-    call = SimpleNamespace(
-        rank=0, size=1, layout=SimpleNamespace(tokens=(new,)), compressed=False, narrowed=case == "last",
-        in_hand=case != "shared",
-        scoring=Scoring(0.2, 8 if case == "window" else None, softcap=2.0 if case == "bias" else None),
-        table=SimpleNamespace(counts=lambda: np.array([lengths]) + (case == "cached")),
-        once=lambda key, make: make(), k_KLD=None, v_KLD=None,
-    )  # fmt: skip
-    tokens = new.take(np.array([4, 13])) if case == "last" else new
-    found = method._prompts(call, torch.empty(2, len(tokens), 8, device="meta"), tokens)  # type: ignore[arg-type]
-    wanted = {"whole": ["several"], "last": ["several"], "one": ["one True"]}.get(case, [])
-    assert calls == wanted and (found is not None) == bool(wanted)
-    if case == "last":
-        other = new.take(np.array([4, 12]))
-        assert method._prompts(call, torch.empty(2, 2, 8, device="meta"), other) is None  # type: ignore[arg-type]

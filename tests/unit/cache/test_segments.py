@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from megakv.cache.dense import DenseStore, Kept, append_kept
+from megakv.cache.dense import DenseStore
 from megakv.cache.segments import MOST_SEGMENTS, SegmentedRows
 
 HEADS, DIM, VALUES = 2, 3, 2
@@ -115,15 +115,14 @@ def test_neighbours_of_one_buffer_are_one_segment_again() -> None:
     assert keys.data_ptr() == held.segments()[0][0].data_ptr() and keys.shape[1] == 90 * 60
 
 
-@pytest.mark.parametrize("lengths", [(5, 5, 5), (4, 7), (3,)])
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (7, 7)])
 def test_prompts_of_a_pass_are_held_apart(lengths: tuple[int, ...]) -> None:
     """Those of one length are stored in one copy; each goes on, is cut and is copied as if it had come alone."""
     k, v = (torch.randn(2, sum(lengths), dim) for dim in (8, 6))
     bounds = np.cumsum([0, *lengths])
-    ends = pairwise(bounds.tolist())
-    kept: list[Kept] = [(b, slice(*own) if len(lengths) > 1 else None) for b, own in enumerate(ends)]
     together, apart = DenseStore(len(lengths)), DenseStore(len(lengths))
-    append_kept(together, kept, k, v)
+    assert together.hold_alike(len(lengths), k, v) and not together.hold_alike(len(lengths), k, v)
+    assert not DenseStore(1 + len(lengths)).hold_alike(len(lengths), k, v)
     for sequence, own in enumerate(pairwise(bounds.tolist())):
         apart.append(sequence, k[:, slice(*own)], v[:, slice(*own)])
     k.zero_()
