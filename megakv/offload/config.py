@@ -54,10 +54,6 @@ class OffloadConfig(Section):
     disk_path: str = "."
     """Folder of the file on disk."""
 
-    disk_io: Literal["files", "direct"] = "files"
-    """How the file is read: ``files`` through the page cache, which serves rows from memory that nobody else uses;
-    ``direct`` past it, four reads of 1 MiB at a time, for hosts without memory to spare."""
-
     device_gb: float = Field(0.0, ge=0, le=MOST)
     """Accelerator memory of each rank in GiB for keys and values that stay there, the last ones of each sequence."""
 
