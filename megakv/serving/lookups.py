@@ -24,8 +24,8 @@ DECAY = 0.9
 """What a stream's earlier tokens count for with each that comes: about the last ten hold."""
 LEAST_GAIN = 1.02
 """Times as many tokens in a second as without, for which a pass has candidates."""
-SURE = 0.9
-PROBE = 64
+SURE = 0.75
+PROBE = 32
 """Of so many passes that might have had candidates as good as sure, one has: what they cost may have been measured on
 a busy machine."""
 STREAMS = 8
