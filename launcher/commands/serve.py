@@ -41,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
         ("--kv-tokens", LOOP.kv_tokens, "tokens of keys and values on the device (default: half of its free memory)"),
         ("--host-kv-tokens", LOOP.host_kv_tokens, "tokens of them in host memory (default %(default)s)"),
         ("--chunk-tokens", LOOP.chunk_tokens, "prompt tokens of a pass at most (default %(default)s)"),
+        (
+            "--prompt-lookup",
+            LOOP.prompt_lookup,
+            "next tokens at most that are looked up in prompt and answer, and checked in one pass where that pays; 0: "
+            "none (default %(default)s)",
+        ),
         ("--max-sequences", LOOP.max_sequences, "requests that run at a time (default %(default)s)"),
         ("--max-queue", LOOP.max_queue, "requests that wait; more are refused (default %(default)s)"),
         ("--max-new-tokens", HTTP.max_new_tokens, "tokens of an answer at most (default %(default)s)"),
@@ -85,6 +91,7 @@ def loop_settings(arguments: argparse.Namespace) -> ServingSettings:
         chunk_tokens=arguments.chunk_tokens,
         max_sequences=arguments.max_sequences,
         max_queue=arguments.max_queue,
+        prompt_lookup=arguments.prompt_lookup,
         kv_tokens=arguments.kv_tokens,
         host_kv_tokens=arguments.host_kv_tokens,
         store=None if arguments.store is None else Path(arguments.store),
