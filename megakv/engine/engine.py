@@ -290,7 +290,10 @@ class MegaKVEngine(ServedEngine):
         """What the last `generate` did on every rank. Every rank must call it."""
         self.check_open()
         with self.agreement.call():
-            return self._record.run_report(self._comm, self._config, self._name, self._runtime.dtype, self._mapping)
+            rates = () if self._hooks is None else self._hooks.products.rates
+            return self._record.run_report(
+                self._comm, self._config, self._name, self._runtime.dtype, self._mapping, rates
+            )
 
     @without_autograd
     def destroy(self) -> None:

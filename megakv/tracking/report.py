@@ -17,6 +17,7 @@ from megakv.tracking.measurements import (
     Number,
     OffloadStep,
     PrefillPlan,
+    ProductRates,
     Traffic,
     offload_scalars,
     percentiles,
@@ -131,6 +132,8 @@ class RunReport:
     balance: HeadBalance | None = None  # Where KV heads were mapped to ranks or compressed.
     candidates: CandidateCounts | None = None  # Where steps checked several tokens.
     served: ServedTraffic | None = None  # Of a server, which answers many requests: all of them.
+    # On processors, by rows: which library multiplies them by weights, measured at start.
+    products: list[ProductRates] = field(default_factory=list)
     # By stage, ``prefill`` and ``decode``: how many layers, summed over passes, each attention method served.
     methods: dict[str, dict[str, Count]] = field(default_factory=dict)
     # What a job adds: its command line, what it was asked, and whether the tokens are those of a single-process

@@ -14,7 +14,7 @@ from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.stopwatch import Cases, Pool, rising
-from megakv.weights.products import rows_product
+from megakv.weights.products import Products, rows_product
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
@@ -51,13 +51,14 @@ class Matrices:
 
     def pass_through(self, pool: Pool, tokens: int) -> Callable[[], object]:
         """A call in which so many tokens go through all of them, each time with other weights from memory."""
+        products = Products.measured(pool.dtype) if pool.device.type == "cpu" else Products()
         x_TI = {inputs: pool.take(tokens, inputs).clone() for _, inputs in self.shapes}
 
         # As engines compute: the kernel of few rows is not for training.
         @torch.no_grad()
         def call() -> None:
             for outputs, inputs in self.shapes:
-                rows_product(x_TI[inputs], pool.take(outputs, inputs))
+                rows_product(x_TI[inputs], pool.take(outputs, inputs), None, products)
 
         return call
 
