@@ -72,6 +72,12 @@ class ServingLoop:
                 # What was rounded is not for those who did not ask for it.
                 identity += f" {engine.kv_bits}"
             self._folder = PrefixFolder(settings.store, identity, self._comm)
+        if settings.prompt_lookup and engine.compresses and not engine.cuts_compressed and self._comm.mesh.rank == 0:
+            logger.warning(
+                "prompt_lookup = %d is not for answers that ask for compress_cache: what candidates replace, as "
+                "megakv.fairkv.decode_interval has it, could not be taken back",
+                settings.prompt_lookup,
+            )
         self._store = PrefixStore(engine.kv_device, self._folder)
         self._worker = Worker(engine, self._comm, self._store)
         self._inbox = Inbox(settings.max_queue)
@@ -206,6 +212,7 @@ class ServingLoop:
                 copies=self._first.kv.copies,
                 joins=self._engine.joins,
                 keeps=self._engine.gives_spans,
+                cuts_compressed=self._engine.cuts_compressed,
                 is_here=self._store.is_here,
                 held=self._worker.held,
             )
