@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from megakv.launcher.process import handling
 from megakv.launcher.ranks import command_line, start_ranks
 from megakv.launcher.settings import add_engine_arguments, check_engine_arguments, check_files, mesh_on_hosts
 from megakv.serving.http.settings import ApiKeys, HttpSettings, listening_socket
@@ -152,9 +153,5 @@ def _ends_handed_on(pid_file: Path) -> Iterator[None]:
         # Not by sys.stderr: the signal may have come in the middle of a write to it.
         os.write(2, b"megakv: answers under way are ended first; asked again, they are not\n")
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -76,7 +76,7 @@ class MegaKVEngine(ServedEngine):
         self.__dict__.pop("generate", None)
         comm = runtime.comm
         self._config, self._runtime, self._comm = config, runtime, comm
-        self._name, self._mapping, self._placed = name, mapping, loaded.layers_placed
+        self._name, self._mapping = name, mapping
         self.mp_group = comm.mesh.group("tp")
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
@@ -220,7 +220,7 @@ class MegaKVEngine(ServedEngine):
             if self._offloader is not None:
                 self._record.offload = [step.report() for step in self._offloader.steps]
                 self._record.disk_io = self._offloader.disk_io
-                self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
+                self._record.schedule = self._offloader.schedule.why
             return output
 
     @without_autograd
@@ -290,7 +290,10 @@ class MegaKVEngine(ServedEngine):
         """What the last `generate` did on every rank. Every rank must call it."""
         self.check_open()
         with self.agreement.call():
-            return self._record.run_report(self._comm, self._config, self._name, self._runtime.dtype, self._mapping)
+            rates = () if self._hooks is None else self._hooks.products.rates
+            return self._record.run_report(
+                self._comm, self._config, self._name, self._runtime.dtype, self._mapping, rates
+            )
 
     @without_autograd
     def destroy(self) -> None:

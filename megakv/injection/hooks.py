@@ -67,6 +67,7 @@ class ForwardHooks:
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
+        self.products = products
         self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
         if here and runtime.planner.may_slice:

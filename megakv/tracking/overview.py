@@ -95,6 +95,12 @@ def methods(report: RunReport) -> dict[str, str]:
             f"{report.new_tokens / max(1, checked.steps):.2f} tokens per step; {checked.accepted:,} of "
             f"{checked.proposed:,} proposed tokens accepted"
         )
+    if report.products:
+        found["products"] = ", ".join(
+            f"{'more' if each.last is None else f'to {each.last} rows'} {each.library} "
+            f"({each.flops[each.library] / 1e9:,.0f} GFLOP/s)"
+            for each in report.products
+        )
     found["keys and values"] = _cache(report)
     if setting(report, "megakv.feed_forward") == "fp8":
         found["weights"] = "feed-forward in FP8 (lossy)"
