@@ -206,8 +206,10 @@ class Leader:
             if not answer.left:
                 asked.append((row, answer))
         if asked:
-            assert outcome.logits is not None
-            self._hand_out([answer for _, answer in asked], outcome.logits[[row for row, _ in asked]])
+            logits, rows = outcome.logits, [row for row, _ in asked]
+            assert logits is not None
+            # Logits of many streams are megabytes.
+            self._hand_out([answer for _, answer in asked], logits if len(rows) == len(logits) else logits[rows])
 
     def _hand_out(self, answers: Sequence[Answer], logits: Tensor) -> None:
         tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
