@@ -15,7 +15,7 @@ from megakv.attention.compiled import Run
 from megakv.cache.store import Pair, cut
 
 GROWTH_DIVISOR = 32
-"""A full tail grows by this fraction of its length, so unused capacity stays near 3%."""
+"""A full tail grows by this fraction of all rows, so unused capacity stays near 3%."""
 WINDOW_GROWTH_DIVISOR = 64
 """Where rows are left behind, it grows by that fraction: with those of a window's margin, all are within 5%."""
 SPARE_DIVISOR = 30
@@ -139,12 +139,13 @@ class SegmentedRows:
         if self._tail.shared:
             self._freeze()
         needed = self._held + rows
-        growth = max(1, needed // WINDOW_GROWTH_DIVISOR) if self.gone else self._usual_growth(needed)
+        growth = max(1, needed // WINDOW_GROWTH_DIVISOR) if self.gone else self._usual_growth
         capacity = needed + growth if self.length > self.gone else needed
         self._move(max(capacity, self._expected - max(self.gone, self._first)))
 
-    def _usual_growth(self, needed: int) -> int:
-        return max(self._least_growth, min(needed, 2 * self._least_growth), needed // GROWTH_DIVISOR)
+    @property
+    def _usual_growth(self) -> int:
+        return max(self._least_growth, min(self.length, 2 * self._least_growth), self.length // GROWTH_DIVISOR)
 
     def append_shared(self, runs: Sequence[Pair]) -> None:
         """Hold rows that others hold, too, and nobody writes any more; a ValueError if they are of another kind."""

@@ -238,6 +238,17 @@ def _among_likeliest(
     return kept
 
 
+def _likeliest(logits_BV: Tensor) -> tuple[list[bool], list[int]]:
+    """Which rows are numbers, and the first largest of each."""
+    if logits_BV.device.type != "cpu":
+        largest_B, likeliest_B = logits_BV.max(-1)
+        return largest_B.isfinite().tolist(), likeliest_B.tolist()
+    # Three to ten times as fast there.
+    scores_BV = logits_BV.float().numpy()
+    found_B = scores_BV.argmax(1)
+    return np.isfinite(scores_BV[np.arange(len(found_B)), found_B]).tolist(), found_B.tolist()
+
+
 def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token | None]:
     """The next token of each of several answers, from the logits behind its last; None where none can be."""
     found: list[Token | None] = [None] * len(samplers)
@@ -251,8 +262,7 @@ def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequ
             found[row] = None if token is None else Token(token)
     if len(drawn) == len(samplers):
         return found
-    largest_B, likeliest_B = logits_BV.max(-1)
-    finite, likeliest = largest_B.isfinite().tolist(), likeliest_B.tolist()
+    finite, likeliest = _likeliest(logits_BV)
     host_BV = logits_BV if all(sampler.plain or sampler.draws for sampler in samplers) else logits_BV.cpu()
     for row, sampler in enumerate(samplers):
         if not finite[row] or sampler.draws:
