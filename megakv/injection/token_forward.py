@@ -152,7 +152,7 @@ class TokenLayer:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
         attention, (cos, sin) = self._attention, embeddings
         last = step.last if attention.layer_idx == self._runtime.traits.last_layer else None
-        wanted = None if last is None or len(last.rows) == last.length else last.rows
+        wanted = None if last is None else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
         scoring = scoring_of(attention.scaling, window, None)
         q, k, v = plan.calls.heads(found)
