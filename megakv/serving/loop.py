@@ -6,6 +6,7 @@ import heapq
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from megakv.base.device import without_autograd
@@ -83,6 +84,7 @@ class ServingLoop:
         # With the first plan.
         self._reported_at = -REPORT_SECONDS
         self._failures = 0
+        self.listeners: list[Callable[[], None]] = []  # Called when all have been told what a step comes to.
         # Last: then nobody waits who was told that there is a server.
         self._first = first_passes(engine, settings)
 
@@ -190,6 +192,7 @@ class ServingLoop:
         finally:
             self._comm.watch.on_loss = None
             self._inbox.enter("ended")
+            self._tell()
 
     def _begin(self) -> None:
         """Make the tree, with what takes its requests."""
@@ -259,6 +262,7 @@ class ServingLoop:
             with self._changing:
                 leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
                 self._inbox.queued = leader.waiting
+            self._tell()
 
     # Of rank 0, by the thread that serves
 
@@ -275,6 +279,7 @@ class ServingLoop:
                 self._take(leader)
                 plan = leader.plan()
                 self._inbox.queued = leader.waiting
+            self._tell()
             now = time.monotonic()
             if plan is not None:
                 if now - self._reported_at > REPORT_SECONDS:
@@ -308,3 +313,8 @@ class ServingLoop:
         with self._changing:
             if self._leader is not None:
                 self._leader.end_all(message)
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener()
