@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 18
-SEND_S = 30
+SEND_S = 30.0
 """How long the process may leave what passes come to unread."""
 START_S = 180.0
 END_S = 20.0
@@ -73,8 +73,7 @@ class ApiLink:
         self.decided = threading.Event()
         """Set when they are, or never will be."""
         self._thread = threading.Thread(target=self._run, name="megakv-api", daemon=True)
-        timeout = struct.pack("ll", SEND_S, 0)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+        self._wait(START_S)
 
     def start(self) -> None:
         """Begin to take requests."""
@@ -111,6 +110,12 @@ class ApiLink:
 
     # What the loop says
 
+    def _wait(self, seconds: float) -> None:
+        """How long a message may wait to be read."""
+        self._most_s = seconds
+        timeout = struct.pack("ll", int(seconds), 0)
+        self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
+
     def _put(self, number: int, event: Event) -> None:
         with self._sending:
             self._events.append((number, event))
@@ -127,7 +132,7 @@ class ApiLink:
         try:
             self._connection.sendall(content)
         except BlockingIOError:
-            self._loop.fail(f"the process that speaks HTTP has read nothing for {SEND_S} s")
+            self._loop.fail(f"the process that speaks HTTP has read nothing for {self._most_s:g} s")
             # A message that was sent by halves is the last one.
             self._stops = True
             self._connection.shutdown(socket.SHUT_RDWR)
@@ -178,6 +183,7 @@ class ApiLink:
             case "stats":
                 self.send(stats_message(self._loop.stats(), self._loop.documents() if header["documents"] else []))
             case "standing":
+                self._wait(SEND_S)
                 self.stands = True
                 self.decided.set()
             case other:
@@ -186,9 +192,8 @@ class ApiLink:
     def _submit(self, header: Header, tail: bytes) -> dict[str, Any]:
         """Nothing, or why a request is refused."""
         number: int = header["n"]
-        request = read_submit(header, tail, self._id(number), partial(self._put, number), self._form)
         try:
-            self._loop.submit(request)
+            self._loop.submit(read_submit(header, tail, self._id(number), partial(self._put, number), self._form))
         except RefusedError as error:
             return {"refused": "now", "why": str(error)}
         except ValueError as error:

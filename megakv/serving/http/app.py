@@ -173,15 +173,16 @@ class Service:
         if media != "application/json":
             # What a page of another site may send without asking is no JSON.
             raise ApiError(415, "send JSON, with the header 'content-type: application/json'", code="wrong_media_type")
-        scanner, parts, more = BodyScanner(self._limits(kind)), [], True
+        scanner, content, more = BodyScanner(self._limits(kind)), bytearray(), True
         while more:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(499, "the client has left")
-            parts.append(message.get("body", b""))
-            scanner.add(parts[-1])
+            part = message.get("body", b"")
+            scanner.add(part)
+            content += part
             more = message.get("more_body", False)
-        reading = self._work.read(_sender(request), kind, parts)
+        reading = self._work.read(_sender(request), kind, content)
         body, prompts = await while_listened_to(request.receive, reading)
         if isinstance(body, SamplingBody):
             self._check_model(body.model)

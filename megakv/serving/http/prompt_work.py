@@ -31,19 +31,16 @@ class PromptWork:
         self._reader = reader
         self._short, self._long = Lane(PLACES), Lane(PLACES)
 
-    async def read(self, user: str, kind: type[B], parts: list[bytes]) -> tuple[B, Prompts]:
-        """A body without its texts, from the parts in which it came, which are taken out of the list; and the tokens of
-        its prompts, none of one whose texts are kept.
+    async def read(self, user: str, kind: type[B], content: bytearray) -> tuple[B, Prompts]:
+        """A body without its texts, from its JSON, of which nothing is left; and the tokens of its prompts, none of one
+        whose texts are kept.
         """
 
         def read() -> tuple[B, Prompts]:
-            content = bytearray()
-            while parts:
-                content += parts.pop(0)
             body, prompts = self._reader.read(kind, content)
             return body, [tuple(prompt) for prompt in prompts]
 
-        return await self._lane(sum(map(len, parts))).do(user, read)
+        return await self._lane(len(content)).do(user, read)
 
     async def encode_chat(
         self, user: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]

@@ -267,7 +267,9 @@ def test_what_is_no_message_of_a_server_ends_serving(content: bytes, why: str) -
 
 def test_who_reads_nothing_ends_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 does not wait for it for ever."""
-    monkeypatch.setattr(api, "SEND_S", 1)
+    monkeypatch.setattr(api, "SEND_S", 1.0)
     with Linked() as linked:
+        linked.theirs.sendall(message({"op": "standing"}))
+        assert linked.link.decided.wait(MOST_S) and linked.link.stands
         linked.link.send(message({"op": "events"}, bytes(8 << 20)))
         assert linked.loop.failure == "the process that speaks HTTP has read nothing for 1 s"

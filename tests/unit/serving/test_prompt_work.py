@@ -164,15 +164,18 @@ def test_long_work_comes_to_what_short_work_does(reader: PromptReader) -> None:
     expected = reader.encode_chat(messages, [tool], {})
     assert run(work.encode_chat("a", messages, [tool], {})) == tuple(expected)
     content = json.dumps({"model": "m", "messages": messages, "tools": [tool], "user": "me"}).encode()
-    body, prompts = run(work.read("a", ChatBody, [content[:99], content[99:]]))
+    body, prompts = run(work.read("a", ChatBody, bytearray(content)))
     assert prompts == [tuple(expected)] and body.user == "me" and body.functions[0].description == text
     tokens = [[random.randrange(400) for _ in range(SHORT)], [1]]
     content = json.dumps({"model": "m", "prompt": tokens}).encode()
-    assert [list(prompt) for prompt in run(work.read("a", CompletionBody, [content]))[1]] == tokens
+    assert [list(prompt) for prompt in run(work.read("a", CompletionBody, bytearray(content)))[1]] == tokens
     content = json.dumps({"model": "m", "prompt": [text, "a"]}).encode()
-    assert run(work.read("a", CompletionBody, [content]))[1] == [tuple(reader.encode(text)), tuple(reader.encode("a"))]
+    assert run(work.read("a", CompletionBody, bytearray(content)))[1] == [
+        tuple(reader.encode(text)),
+        tuple(reader.encode("a")),
+    ]
     with pytest.raises(ApiError, match="prompt.tokens.1: Input should be a valid integer"):
-        run(work.read("a", CompletionBody, [b'{"model":"m","prompt":[1,', b"true," * SHORT, b"1]}"]))
+        run(work.read("a", CompletionBody, bytearray(b'{"model":"m","prompt":[1,' + b"true," * SHORT + b"1]}")))
 
 
 def test_all_text_of_a_chat_counts() -> None:
@@ -211,7 +214,7 @@ def test_an_event_loop_goes_on_while_a_long_prompt_is_read(reader: PromptReader)
     content = json.dumps({"model": "m", "messages": [{"role": "user", "content": text}]}).encode()
 
     async def longest() -> float:
-        found, reading = 0.0, asyncio.create_task(work.read("a", ChatBody, [content]))
+        found, reading = 0.0, asyncio.create_task(work.read("a", ChatBody, bytearray(content)))
         while not reading.done():
             # Machines that run tests are busy: what others take does not count.
             begun = time.process_time()
