@@ -9,7 +9,7 @@ import signal
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from megakv.launcher.process import importing, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import importing, own_rank, rank_arguments
 
 with importing():
     from transformers import PreTrainedTokenizerBase
@@ -33,11 +33,7 @@ with importing():
 
 def main() -> None:
     """Entry of every rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, ranks=False)
-    arguments = parser.parse_args()
-    quiet_libraries()
-    with report_errors(), ExitStack() as stack:
+    with rank_arguments(__doc__, add_arguments) as arguments, ExitStack() as stack:
         check_engine_arguments(arguments)
         settings, config = loop_settings(arguments), run_config(arguments)
         if config.megakv.tracking.timeline is not None:

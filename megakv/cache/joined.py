@@ -132,7 +132,7 @@ class JoinedCache(ShardedCache):
         for member, end in zip(self.members, self._ends, strict=True):
             for layer in self._attended:
                 member.windows[layer] = self.windows[layer]
-            member.commit(end)
+            member.commit(end, proposed=proposed)
         self._join()
 
     def undo(self) -> None:

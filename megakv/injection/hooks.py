@@ -67,6 +67,7 @@ class ForwardHooks:
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
+        self.products = products
         self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
         if here and runtime.planner.may_slice:
@@ -282,7 +283,8 @@ class ForwardHooks:
         wanted, comm, device = step.wanted, self._runtime.comm, logits.device
         everywhere = step.state.gathered_logits is logits
         mine = logits[0, : len(step.local)] if self._keeps_logits else logits[0, upload(step.local, device)]
-        shape = step.batch, wanted.columns, logits.shape[-1]
+        batch = 1 if wanted.flat else step.batch
+        shape = batch, wanted.columns, logits.shape[-1]
         shared: Tensor | None = None
         for owner in range(1 if step.layout.replicated else step.layout.size):
             rows, _ = step.wanted_of(owner)
@@ -292,12 +294,13 @@ class ForwardHooks:
             piece = mine.contiguous() if own else logits.new_empty((len(rows), logits.shape[-1]))
             if not everywhere:
                 comm.broadcast(piece, owner * comm.mesh.tp_size, operation="logits")
-            if len(rows) == step.batch * wanted.columns:
+            if len(rows) == batch * wanted.columns:
                 # All of them, in their order.
                 shared = piece.view(shape)
                 break
             shared = logits.new_zeros(shape) if shared is None else shared
-            shared[upload(wanted.sequence[rows], device), upload(wanted.column[rows], device)] = piece
+            sequence = 0 * rows if wanted.flat else wanted.sequence[rows]
+            shared[upload(sequence, device), upload(wanted.column[rows], device)] = piece
         shared = logits.new_zeros(shape) if shared is None else shared
         return shared if wanted.picked is None else shared[:, upload(wanted.picked, device)]
 

@@ -271,7 +271,7 @@ class TokenLayer:
         if summands is None and isinstance(down, RowParallelLinear):
             summands = lambda own: down.all_reduce(own)[None]  # noqa: E731
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
-        prompt = PromptLayer(calls, self._blocks, widens=self._products.widens)
+        prompt = PromptLayer(calls, self._blocks, self._products)
         return _Plan(calls, gather, projects, summands, self._whole(calls, gather, o_part, down_part), prompt)
 
     def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> WholeLayer | None:

@@ -76,6 +76,7 @@ def submit_message(number: int, request: Request) -> bytes:
         "key": request.key,
         "grammar": None if request.form is None else request.form.grammar,
         "compresses": request.compresses,
+        "prompt_lookup": request.prompt_lookup,
     }
     return message(header, array("i", request.prompt).tobytes())
 
@@ -100,6 +101,7 @@ def read_submit(
         key=header["key"],
         form=None if grammar is None else form(grammar),
         compresses=header["compresses"],
+        prompt_lookup=header["prompt_lookup"],
     )
 
 

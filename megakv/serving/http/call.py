@@ -218,6 +218,7 @@ def make_call(
         user=user,
         form=form,
         compresses=body.compress_cache,
+        prompt_lookup=body.prompt_lookup,
     )
     special = not continues and served.answer_template is not None
     sampling = _sampling(body, served, generation)

@@ -62,6 +62,7 @@ def drawn_request(form: Form | None = None) -> Request:
         key=drawn_text(),
         form=form,
         compresses=random.random() < 0.5,
+        prompt_lookup=random.choice([None, 0, 9]),
     )
 
 
