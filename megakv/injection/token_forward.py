@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import RowTable
+from megakv.attention.compiled import RowTable, RowTables
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight
+from megakv.attention.step import TokenStep
 from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
 from megakv.forward.pass_plan import PassPlan
@@ -176,13 +177,9 @@ class TokenLayer:
         if call is None or one is None or x.shape[-2] != one.length:
             return None
         layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
-        tables = list[RowTable]()
-        for layer, whole in zip(layers, call.layers, strict=True):
-            table = one.rows(step.cache.store(layer), whole.like, whole.like)
-            if table is None:
-                break
-            tables.append(table)
-        if not tables:
+        every = call.like is not None and layers == list(range(len(step.cache)))
+        tables = one.places(step.cache, call.like) if every else None
+        if tables is None and (tables := self._each(step, one, layers, call)) is None:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
         with comm.watch.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
@@ -192,6 +189,17 @@ class TokenLayer:
             self._count(layer, begun, parts)
             self._runtime.stepped(step, layer, window)
         return out
+
+    @staticmethod
+    def _each(step: PassPlan, one: TokenStep, layers: list[int], call: WholeLayersCall) -> RowTables | None:
+        """Where the rows of those layers lie, or of the first ones whose rows are in this memory alone, if any."""
+        tables = list[RowTable]()
+        for layer, whole in zip(layers, call.layers, strict=True):
+            table = one.rows(step.cache.store(layer), whole.like, whole.like)
+            if table is None:
+                break
+            tables.append(table)
+        return RowTables.of(tables) if tables else None
 
     def _call(self, *, slices: bool) -> WholeLayersCall | None:
         """That of this layer and of as many of the following ones as it is for."""
