@@ -1,14 +1,15 @@
 """The cases of `limits.py`: calls that take turns, and how much work each of them does.
 
-`rates` of products of rows with weights, against the fastest library's; the `host`'s attention to offloaded rows,
-against reading memory; a `ring` rank's attention on one device, against matrix products, as if the other ranks were
-there.
+`attention` to a prompt's causal square, against the fastest library's product; `products` of one row with a model's
+weights, against reading memory; `rates` of products of more rows, against the fastest library's; the `host`'s attention
+to offloaded rows, against reading memory; a `ring` rank's attention on one device, against matrix products, as if the
+other ranks were there.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from tqdm import tqdm
 
+from megakv.attention.backends import attend_block, cpu_flash
 from megakv.attention.partial import PartialAttention, Scoring
 from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import new_tokens
@@ -34,8 +37,9 @@ from .publish import show, show_summary
 from .statistics import median, paired_ratio
 from .timing import Call, Watch, by_turns
 
+SHAPES = (576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 4096)
+"""Outputs and inputs: SmolLM2's queries, gate, down projection and output head, and a square of larger models."""
 RATE_SHAPES = (576, 576), (1536, 576), (576, 1536), (4096, 4096)
-"""Outputs and inputs: SmolLM2's queries, gate and down projection, and a square of larger models."""
 HOST_HEADS, RING_HEADS = 32, (16, 1)
 """Query heads to which the host attends; query and KV heads of a ring's rank, as in Llama 3 405B on TP8."""
 
@@ -66,6 +70,49 @@ def matrices(arguments: argparse.Namespace, dtype: str, device: torch.device) ->
     return multiply
 
 
+def attention_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    cases = product(arguments.dtypes, arguments.head_dims, arguments.groups, arguments.keys)
+    for dtype, dim, group, keys in cases:
+        kv_heads = arguments.heads // group
+        heads, scale = kv_heads * group, dim**-0.5
+        q = torch.randn(keys, heads, dim).to(DTYPES[dtype]).transpose(0, 1)
+        k, v = (torch.randn(kv_heads, keys, dim).to(DTYPES[dtype]) for _ in range(2))
+        calls: dict[str, Call] = {
+            "seconds": partial(attend_block, q, k, v, scale, causal=True),
+            "torch_seconds": partial(flash, q[None], k[None], v[None], 0.0, True, scale=scale),
+            "limit_seconds": matrices(arguments, dtype, q.device),
+        }
+        if dtype != "fp32":
+            calls["torch_float32_seconds"] = partial(cpu_flash, q, k, v, scale, causal=True)
+        # Pairs that are visible, and no others.
+        flops = 4 * dim * heads * keys * (keys + 1) // 2
+        work = {**dict.fromkeys(calls, flops), "limit_seconds": 2 * arguments.matrix**3}
+        yield Case(dtype, f"{heads}:{kv_heads} heads of {dim}, {keys} tokens", work, calls)
+
+
+def product_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    read = torch.zeros(arguments.megabytes << 17, dtype=torch.int64)
+    for threads, dtype, (outputs, inputs) in product(arguments.threads, arguments.dtypes, SHAPES):
+        torch.set_num_threads(threads)
+        kind = DTYPES[dtype]
+        nbytes = outputs * inputs * kind.itemsize
+        # So many that no cache holds them from one round to the next.
+        count = max(1, (arguments.megabytes << 20) // nbytes)
+        weights, x = [torch.randn(outputs, inputs).to(kind) for _ in range(count)], torch.randn(1, 1, inputs).to(kind)
+
+        def of_all(function: Callable[..., Any], x: torch.Tensor = x, weights: Any = weights) -> object:
+            return [function(x, weight) for weight in weights]
+
+        calls: dict[str, Call] = {
+            "seconds": partial(of_all, rows_product),
+            "torch_seconds": partial(of_all, F.linear),
+            "limit_seconds": read.sum,
+        }
+        work = {**dict.fromkeys(calls, count * nbytes), "limit_seconds": read.nbytes}
+        yield Case(dtype, f"{outputs}x{inputs}, {threads} threads", work, calls)
+
+
 def rate_cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """What MegaKV takes for so many rows, and every library by itself, of which the fastest is the limit."""
     for threads, dtype, (outputs, inputs) in product(arguments.threads, arguments.dtypes, RATE_SHAPES):
@@ -85,7 +132,7 @@ def rate_cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 def host_cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """One query token attends to one sequence's rows, by the offload engine's own thread, kernel and layout of rows."""
-    dim = arguments.head_dim
+    dim = arguments.head_dims[-1]
     for dtype, kv_heads, threads in product(arguments.dtypes, arguments.kv_heads, arguments.threads):
         shape, kind = HeadShape(kv_heads, dim, dim), DTYPES[dtype]
         rows = torch.randn(max(1, arguments.megabytes * 10**6 // (shape.width * kind.itemsize)), shape.width).to(kind)
@@ -105,7 +152,7 @@ def host_cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 def ring_cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """Every rank of a pass-KV ring in turn, its own part first, then others in order: the slowest one's time."""
-    device, dim, (heads, kv_heads) = torch.device(arguments.device), arguments.head_dim, RING_HEADS
+    device, dim, (heads, kv_heads) = torch.device(arguments.device), arguments.head_dims[-1], RING_HEADS
     for dtype, context, size in product(arguments.dtypes, arguments.contexts, arguments.ranks):
         tokens = new_tokens(np.ones((1, context), dtype=bool), np.arange(context)[None], 0)
         slots, watch = [each.slot for each in balanced(tokens, size).tokens], Watch(device)
@@ -133,7 +180,13 @@ def ring_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         yield Case(dtype, f"{context} tokens, {size} ranks", work, calls)
 
 
-PARTS = {"rates": rate_cases, "host": host_cases, "ring": ring_cases}
+PARTS = {
+    "attention": attention_cases,
+    "products": product_cases,
+    "rates": rate_cases,
+    "host": host_cases,
+    "ring": ring_cases,
+}
 
 
 @torch.no_grad()

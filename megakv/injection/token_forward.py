@@ -177,8 +177,9 @@ class TokenLayer:
         if call is None or one is None or x.shape[-2] != one.length:
             return None
         layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
-        every = call.like is not None and layers == list(range(len(step.cache)))
-        tables = one.places(step.cache, call.like) if every else None
+        tables = None
+        if call.like is not None and layers == list(range(len(step.cache))):
+            tables = one.places(step.cache, call.like)
         if tables is None and (tables := self._each(step, one, layers, call)) is None:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None

@@ -11,7 +11,6 @@ from tests.unit.benchmarks.running import fork_benchmark, refusal
 
 fork = partial(fork_benchmark, "limits.py", env={"CUDA_VISIBLE_DEVICES": ""})
 WORDS = {
-    "rates": ["--rows", "2,40"],
     "host": ["--kv-heads", "1,4", "--head-dim", "20"],
     "ring": ["--contexts", "300,1K", "--ranks", "2,3", "--head-dim", "32"],
 }
@@ -20,9 +19,6 @@ WORDS = {
 def works(part: str, dtype: str) -> list[float]:
     """What each case computes, or reads, by hand."""
     size = 4 if dtype == "fp32" else 2
-    if part == "rates":
-        shapes = (576, 576), (1536, 576), (576, 1536), (4096, 4096)
-        return [2.0 * rows * outputs * inputs for outputs, inputs in shapes for rows in (2, 40)]
     if part == "host":
         widths = [2 * heads * 20 * size for heads in (1, 4)]
         return [10**6 // width * width for width in widths]
@@ -69,7 +65,7 @@ def test_a_run_without_a_gpu_measures_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "nothing"], "--parts nothing: allowed: each of rates, host, ring once"),
+        (["--parts", "nothing"], "--parts nothing: allowed: each of host, ring once"),
         (["--contexts", "0"], "--contexts 0: allowed: whole numbers from 1 on"),
         (["--kv-heads", "5"], "--kv-heads 5 is no divisor of 32 query heads"),
         (["--contexts", "16", "--ranks", "16"], "--contexts 16 has fewer tokens than 2 x --ranks 16"),
