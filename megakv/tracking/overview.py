@@ -73,10 +73,13 @@ def served(traffic: ServedTraffic) -> dict[str, str]:
     if traffic.compressed:
         ended += f", {traffic.compressed:,} with compressed caches"
     rate = f", {traffic.hit_tokens / traffic.prompt_tokens:.1%} hit rate" if traffic.prompt_tokens else ""
+    generated = f"{traffic.new_tokens:,}"
+    if traffic.proposed_tokens:
+        generated += f"; {traffic.accepted_tokens:,} of {traffic.proposed_tokens:,} proposed tokens accepted"
     return {
         "requests": f"{traffic.requests:,} in {duration(traffic.seconds)}; {ended}",
         "prompt tokens": f"{traffic.prompt_tokens:,}, of them {traffic.computed_tokens:,} computed{rate}",
-        "generated tokens": f"{traffic.new_tokens:,}",
+        "generated tokens": generated,
         "TTFT": tails("ttft_s") or "-",
         "time per token": tails("token_s") or "-",
         "most at a time": f"{int(scalars.get('served/waiting_max', 0)):,} waiting, "

@@ -57,7 +57,7 @@ class RankReport:
     # to per-head budgets; empty where it was not.
     head_tokens: list[list[Count]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
-    disk_io: str | None = None  # How the disk tier is read, ``files`` or ``direct``; ``None`` without one.
+    disk_io: str | None = None  # How the disk tier is read: as ``files``; ``None`` without one.
     schedule: str | None = None  # In how many groups batches go through offloaded layers, and why; ``None`` without.
     # ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
     attention_s: list[Number] = field(default_factory=list)
