@@ -15,7 +15,7 @@ from typing import Protocol
 from megakv.engine.lookup import TokenLookup
 from megakv.serving.pass_times import PassSize, PassTimes
 
-PRIORS = (0.2, 0.4, 0.6, 0.75, 0.85)
+PRIORS = (0.1, 0.2, 0.5, 0.75, 0.9)
 """How often what is looked up comes true before anything is known of a stream: behind 1, 2, 4, 8 and 16 tokens that
 were found again."""
 WEIGHT = 2.0
@@ -28,6 +28,8 @@ SURE = 0.75
 PROBE = 32
 """Of so many passes that might have had candidates as good as sure, one has: what they cost may have been measured on
 a busy machine."""
+ASK = 16
+"""Passes of as many streams between two looks at how long they take."""
 STREAMS = 8
 """With each so many streams more, one token more comes between two looks at a stream where nothing is found."""
 
@@ -81,6 +83,9 @@ class Proposals:
 
     def __init__(self, times: PassTimes):
         self._times, self._refused = times, 0
+        # Of passes of so many streams, without candidates, with one and with two; to be asked for again.
+        self._seconds: tuple[int, list[float]] = (0, [])
+        self._asked = 0
 
     def of(self, streams: Sequence[Stream], size: PassSize) -> list[list[int]]:
         """Those of each stream in a pass that has no prompts: so many in all as give the most tokens in a second."""
@@ -88,7 +93,7 @@ class Proposals:
         if all(stream.lookup is None for stream in streams):
             return none
         count, probes = len(streams), self._refused >= PROBE
-        without_s, one_s, two_s = (max(self._times.seconds(replace(size, candidates=n)), 1e-9) for n in range(3))
+        without_s, one_s, two_s = self._costs(size)
         least = LEAST_GAIN * count / without_s
         if (count + 1) / one_s < least and not probes:
             # Not even one that is sure is worth it.
@@ -104,7 +109,10 @@ class Proposals:
                 if stream.lookup is not None and guess
             )
         )
-        most = int(min(self._times.trusted_candidates, max(self._times.few - count, 0)))
+        most = self._times.trusted_candidates
+        if count < self._times.few:
+            # Beyond, layers take another way.
+            most = int(min(most, self._times.few - count))
         expected, taken, chosen = float(count), 0, list[int]()
         for number, (chance, at) in enumerate(islice(order, most), 1):
             expected -= chance
@@ -114,6 +122,16 @@ class Proposals:
                 least, taken = max(rate, least), number
         widths = Counter(chosen[:taken])
         return [guess[: widths[at]] for at, guess in enumerate(guesses)]
+
+    def _costs(self, size: PassSize) -> list[float]:
+        """What such a pass takes without candidates, with one and with two: asked for now and then, as what is learned
+        of passes takes some time to be worked out.
+        """
+        if self._seconds[0] != size.sequences or self._asked % ASK == 0:
+            found = [max(self._times.seconds(replace(size, candidates=count)), 1e-9) for count in range(3)]
+            self._seconds, self._asked = (size.sequences, found), 0
+        self._asked += 1
+        return self._seconds[1]
 
 
 def _guess(stream: Stream, every: int) -> list[int]:

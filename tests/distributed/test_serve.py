@@ -169,14 +169,14 @@ def drawn_calls() -> list[dict[str, Any]]:
 
 
 def completion(server: Server, call: dict[str, Any], **fields: Any) -> tuple[Any, ...]:
-    """What is told of an answer, without its name and time."""
+    """What is told of an answer, without its name and time; log probabilities but for the rounding of a pass."""
     call = {**call, "extra_body": {**call["extra_body"], **fields}}
     answer = server.client().completions.create(model=NAME, **call)
     (choice,) = answer.choices
     told = None
     if choice.logprobs is not None:
-        rounded = [[round(each, 3) for each in top.values()] for top in choice.logprobs.top_logprobs]
-        told = choice.logprobs.tokens, rounded
+        tops = [value for top in choice.logprobs.top_logprobs for value in sorted(top.values())]
+        told = choice.logprobs.tokens, pytest.approx(tops, abs=1e-3)
     return choice.text, choice.finish_reason, answer.usage.completion_tokens, told
 
 

@@ -52,13 +52,15 @@ def edited(passages: Passages, length: int) -> tuple[str, str, float]:
         lines.append(texts[0][len(lines) % len(texts[0])])
     sizes, before = list(map(count, lines)), "\n".join(lines)
     others, changed = [line for text in texts[1:] for line in text if line.strip()], set[int]()
-    while sum(sizes[at] for at in changed) < (1 - REPEATED) * sum(sizes):
+    new, kept = 0, sum(sizes)
+    while kept > REPEATED * (kept + new):
         first = random.randrange(len(lines))
-        for at in range(first, min(first + random.randint(1, HUNK), len(lines))):
+        for at in {*range(first, min(first + random.randint(1, HUNK), len(lines)))} - changed:
             lines[at] = random.choice(others)
             changed.add(at)
-    new = sum(count(lines[at]) for at in changed)
-    kept = sum(size for at, size in enumerate(sizes) if at not in changed)
+            new, kept = new + count(lines[at]), kept - sizes[at]
+            if kept <= REPEATED * (kept + new):
+                break
     return before, "\n".join(lines), kept / (kept + new)
 
 

@@ -104,7 +104,7 @@ def many(loop: ServingLoop, *, budget: bool) -> dict[str, Any]:
             before = known[: random.randint(0, len(known))]
         prompt = (before + tokens(random.choice([1, 2, 10, 40, 150])))[-350:]
         options = {"priority": random.randint(0, 1), "compresses": budget and random.random() < 0.5}
-        clients.append(Client(loop, str(number), prompt, random.randint(1, 24), **options))
+        clients.append(Client(loop, str(number), prompt, random.randint(1, 12), **options))
         if random.random() < 0.2:
             time.sleep(random.random() / 20)
             loop.cancel(random.choice(clients).name)
