@@ -19,7 +19,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.output()
     options.add("--quick", False, "one length and one head dimension, 3 rounds: less than a minute")
     options.choice("--device", ("cpu", "cuda"), "cpu", "where kernels run")
-    options.names("--parts", PARTS, {"cpu": "attention,products,host", "cuda": "ring"}, "what to measure")
+    options.names("--parts", PARTS, {"cpu": "attention,products,rates,host", "cuda": "ring"}, "what to measure")
     options.numbers("--threads", {"": "1,2,4", "quick": "2"}, "cores that compute; attention takes the most of them")
     options.names("--dtypes", DTYPES, {"cuda": "bf16", "cpu": "fp32,bf16"}, "types of the inputs")
     options.add("--matrix", {"cuda": 8192, "cpu": 2048}, "rows and columns of the matrices that are multiplied")
@@ -29,6 +29,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.numbers("--groups", "1,3,8", "attention: query heads that share a KV head")
     options.add("--heads", 8, "attention: query heads, or the next multiple of the group below")
     options.add("--megabytes", {"": 256, "quick": 16}, "products, host: weights, keys and values, beyond all caches")
+    options.numbers(
+        "--rows", {"quick": "32,256,1K", "": "32,64,256,1K,4K"}, "rates: rows that weights are multiplied by"
+    )
     options.numbers("--kv-heads", "1,8,32", "host: KV heads, 32 query heads to them")
     options.numbers("--contexts", {"cuda": "8K,32K,128K,512K", "cpu": "1K"}, "ring: tokens of the prompt")
     options.numbers("--ranks", {"cuda": "2,4,8,16", "cpu": "2,4"}, "ring: context-parallel degrees")

@@ -15,7 +15,7 @@ from harness.document import model_folder
 from harness.launch import Found, benchmark_alone
 from harness.options import DTYPES, Options
 from harness.publish import run_parts
-from harness.serving import kept, load, trace
+from harness.serving import kept, load, lookup, trace
 
 PARTS: dict[str, Any] = {
     "gaps": (load.measure_gaps, load.report_gaps),
@@ -23,6 +23,7 @@ PARTS: dict[str, Any] = {
     "returns": (kept.measure_returns, kept.report_returns),
     "restart": (kept.measure_restart, kept.report_restart),
     "throughput": (load.measure_throughput, load.report_throughput),
+    "lookup": (lookup.measure, lookup.report),
     "memory": (kept.measure_memory, kept.report_memory),
     "vllm": (load.measure_vllm, load.report_vllm),
     "guidellm": (load.measure_guidellm, load.report_guidellm),
@@ -49,6 +50,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.numbers("--concurrent", "1,4,16,64", "throughput: streams at a time")
     options.add("--short", {"": 5000, "quick": 600}, "memory: short requests")
     options.add("--new-tokens", {"": 64, "quick": 24}, "throughput: tokens of an answer")
+    options.add("--file", {"": 2000, "quick": 500}, "lookup: tokens of the file that is edited")
+    options.add("--drawn", {"": 256, "quick": 96}, "lookup: tokens of an answer that repeats nothing")
     return options.parse(argv)
 
 

@@ -22,7 +22,7 @@ from megakv.fairkv.figures import draw_profile
 from megakv.fairkv.profile import BudgetProfile, MeasuredPrompt, ModelIdentity, kept_tokens, last_part, make_profile
 from megakv.launcher.commands.fairkv_profile import add_arguments, budget_config, check_budgets, picture_path
 from megakv.launcher.conversation import Turns, read_tokenizer
-from megakv.launcher.process import own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import own_rank, rank_arguments
 from megakv.launcher.prompts import Prompt, read_prompts
 from megakv.weights.folder import local_directory, read_config
 from megakv.weights.placement import contiguous_head_map, head_counts
@@ -98,11 +98,7 @@ def print_tables(profile: BudgetProfile) -> None:
 
 def main() -> None:
     """Entry of every rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, ranks=False)
-    arguments = parser.parse_args()
-    quiet_libraries()
-    with report_errors():
+    with rank_arguments(__doc__, add_arguments) as arguments:
         torch.set_num_threads(arguments.threads)
         config = budget_config(arguments, read_launch().world_size)
         if own_rank() == 0:

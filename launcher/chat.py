@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.launcher.process import importing, leave, own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import importing, leave, own_rank, rank_arguments
 
 with importing():
     from transformers import PreTrainedTokenizerBase, TextStreamer
@@ -219,11 +218,7 @@ def _beating(beat: Any, seconds: float | None) -> Iterator[None]:
 
 def main() -> None:
     """Entry of every rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, ranks=False)
-    arguments = parser.parse_args()
-    quiet_libraries()
-    with report_errors():
+    with rank_arguments(__doc__, add_arguments) as arguments:
         check_job_arguments(arguments)
         config = run_config(arguments)
         tokenizer = read_tokenizer(arguments.model)

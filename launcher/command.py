@@ -18,7 +18,7 @@ from typing import NoReturn
 from megakv.base.errors import MegaKVError, require_extra
 from megakv.launcher.commands import EXTRA_OF, SUMMARIES
 from megakv.launcher.commands.fairkv import check_names
-from megakv.launcher.process import UNREAD
+from megakv.launcher.process import UNREAD, handling
 from megakv.tracking.files import check_outputs, write_whole
 from megakv.version import __version__
 
@@ -71,14 +71,9 @@ def _terminations() -> Iterator[None]:
     def end(signum: int, frame: FrameType | None) -> NoReturn:
         raise SystemExit(128 + signum)
 
-    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
-    for number in numbers:
-        signal.signal(number, end)
-    try:
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    with handling({number: end for number in numbers if signal.getsignal(number) is signal.SIG_DFL}):
         yield
-    finally:
-        for number in numbers:
-            signal.signal(number, signal.SIG_DFL)
 
 
 def _is_error(record: logging.LogRecord) -> bool:

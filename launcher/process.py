@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.distributed.launchers import read_launch
@@ -48,6 +49,17 @@ def importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def handling(handlers: Mapping[int, Any]) -> Iterator[None]:
+    """Handle some signals so meanwhile."""
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def leave(code: int) -> NoReturn:
@@ -114,3 +126,14 @@ def report_errors() -> Iterator[None]:
             if own_rank() == 0:
                 sys.stderr.write("megakv: interrupted\n")
             leave(130)
+
+
+@contextmanager
+def rank_arguments(description: str | None, arguments_of: Callable[..., None]) -> Iterator[argparse.Namespace]:
+    """Around all that a rank of a command does: what the rank was given; its errors are reported by `report_errors`."""
+    parser = argparse.ArgumentParser(description=description)
+    arguments_of(parser, ranks=False)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    with report_errors():
+        yield arguments

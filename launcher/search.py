@@ -30,7 +30,7 @@ from megakv.launcher.commands.search_partition import (
     search_config,
 )
 from megakv.launcher.passes import TimedPasses
-from megakv.launcher.process import own_rank, quiet_libraries, report_errors
+from megakv.launcher.process import own_rank, rank_arguments
 from megakv.runahead.chain_search import best_partition
 from megakv.runahead.figure import draw_searches
 from megakv.runahead.grid import Grid
@@ -128,11 +128,7 @@ def print_results(results: Sequence[SearchResult]) -> None:
 
 def main() -> None:
     """Entry of every rank."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    add_arguments(parser, ranks=False)
-    arguments = parser.parse_args()
-    quiet_libraries()
-    with report_errors():
+    with rank_arguments(__doc__, add_arguments) as arguments:
         torch.set_num_threads(arguments.threads)
         config = search_config(arguments, read_launch().world_size)
         if own_rank() == 0:

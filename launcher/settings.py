@@ -74,19 +74,24 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
 
 def check_engine_arguments(arguments: argparse.Namespace) -> None:
     """Refuse impossible ones before anything starts."""
-    for name in ("cp", "tp", "threads", "max_new_tokens", "prefill_chunk_size", "prompt_lookup"):
-        value = getattr(arguments, name, None)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
+    _check_counts(arguments, "cp", "tp", "threads", "max_new_tokens", "prefill_chunk_size")
     if arguments.wandb is not None:
         from megakv.tracking.config import check_project
 
         check_project(arguments.wandb)
 
 
+def _check_counts(arguments: argparse.Namespace, *names: str) -> None:
+    for name in names:
+        value = getattr(arguments, name, None)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} {value}: allowed: 1 or more")
+
+
 def check_job_arguments(arguments: argparse.Namespace) -> None:
     """Refuse impossible ones before anything starts."""
     check_engine_arguments(arguments)
+    _check_counts(arguments, "prompt_lookup")
     if not 0 <= arguments.temperature < math.inf:
         raise ValueError(f"--temperature {arguments.temperature}: allowed: 0 (greedy) or more")
     if not 0 < arguments.top_p <= 1:

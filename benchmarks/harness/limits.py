@@ -1,8 +1,9 @@
 """The cases of `limits.py`: calls that take turns, and how much work each of them does.
 
-`attention` to a prompt's causal square, against matrix products; `products` of one row with a model's weights, and the
-`host`'s attention to offloaded rows, against reading memory; a `ring` rank's attention on one device, against matrix
-products, as if the other ranks were there.
+`attention` to a prompt's causal square, against the fastest library's product; `products` of one row with a model's
+weights, against reading memory; `rates` of products of more rows, against the fastest library's; the `host`'s attention
+to offloaded rows, against reading memory; a `ring` rank's attention on one device, against matrix products, as if the
+other ranks were there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from megakv.distributed.layouts import balanced
 from megakv.distributed.sharding import new_tokens
 from megakv.offload.host_rank import HostRank, Queries
 from megakv.offload.row_format import HeadShape
-from megakv.weights.products import rows_product
+from megakv.weights.products import Products, libraries, rows_product
 
 from .launch import Rows, Summary
 from .models import DTYPES
@@ -38,6 +39,7 @@ from .timing import Call, Watch, by_turns
 
 SHAPES = (576, 576), (1536, 576), (576, 1536), (49152, 576), (4096, 4096)
 """Outputs and inputs: SmolLM2's queries, gate, down projection and output head, and a square of larger models."""
+RATE_SHAPES = (576, 576), (1536, 576), (576, 1536), (4096, 4096)
 HOST_HEADS, RING_HEADS = 32, (16, 1)
 """Query heads to which the host attends; query and KV heads of a ring's rank, as in Llama 3 405B on TP8."""
 
@@ -53,13 +55,16 @@ class Case:
 
 
 def matrices(arguments: argparse.Namespace, dtype: str, device: torch.device) -> Call:
-    """A product of two square matrices, by the device's own clock."""
-    size, watch = arguments.matrix, Watch(device)
+    """A product of two square matrices, by the fastest library there, and the device's own clock."""
+    size, watch, multiply_by = arguments.matrix, Watch(device), torch.mm
     a, b = (torch.randn(size, size, device=device, dtype=DTYPES[dtype]) for _ in range(2))
+    if device.type == "cpu":
+        rates = Products.measured(DTYPES[dtype]).rates[-1].flops
+        multiply_by = libraries(DTYPES[dtype])[max(rates, key=lambda name: rates[name])]
 
     def multiply() -> float:
         with watch.span():
-            torch.mm(a, b)
+            multiply_by(a, b)
         return watch.seconds()
 
     return multiply
@@ -106,6 +111,23 @@ def product_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         }
         work = {**dict.fromkeys(calls, count * nbytes), "limit_seconds": read.nbytes}
         yield Case(dtype, f"{outputs}x{inputs}, {threads} threads", work, calls)
+
+
+def rate_cases(arguments: argparse.Namespace) -> Iterator[Case]:
+    """What MegaKV takes for so many rows, and every library by itself, of which the fastest is the limit."""
+    for threads, dtype, (outputs, inputs) in product(arguments.threads, arguments.dtypes, RATE_SHAPES):
+        torch.set_num_threads(threads)
+        kind = DTYPES[dtype]
+        products, weight = Products.measured(kind), torch.randn(outputs, inputs).to(kind)
+        for rows in arguments.rows:
+            x = torch.randn(rows, inputs).to(kind)
+            calls: dict[str, Call] = {"seconds": partial(rows_product, x, weight, None, products)}
+            calls |= {
+                f"{name.lower().removeprefix('py')}_seconds": partial(each, x, weight)
+                for name, each in libraries(kind).items()
+            }
+            work = dict.fromkeys(calls, 2.0 * rows * outputs * inputs)
+            yield Case(dtype, f"{rows} rows, {outputs}x{inputs}, {threads} threads", work, calls)
 
 
 def host_cases(arguments: argparse.Namespace) -> Iterator[Case]:
@@ -158,7 +180,13 @@ def ring_cases(arguments: argparse.Namespace) -> Iterator[Case]:
         yield Case(dtype, f"{context} tokens, {size} ranks", work, calls)
 
 
-PARTS = {"attention": attention_cases, "products": product_cases, "host": host_cases, "ring": ring_cases}
+PARTS = {
+    "attention": attention_cases,
+    "products": product_cases,
+    "rates": rate_cases,
+    "host": host_cases,
+    "ring": ring_cases,
+}
 
 
 @torch.no_grad()
@@ -177,6 +205,11 @@ def report(rows: Rows) -> Summary:
     summary: Summary = {}
     for row in rows:
         part, work, case = row["part"], row["work"], f"{row['dtype']}, {row['case']}"
+        if part == "rates":
+            row["limit_seconds"] = min(
+                (row[name] for name in work if name != "seconds"), key=lambda each: median(each).value
+            )
+            work["limit_seconds"] = work["seconds"]
         for name in work:
             row[name.replace("seconds", "g_per_s")] = median([work[name] / each / 1e9 for each in row[name]]).value
         limit = [work["seconds"] / work["limit_seconds"] * each for each in row["limit_seconds"]]
@@ -189,6 +222,9 @@ def report(rows: Rows) -> Summary:
             lowest = summary.setdefault(f"lowest_{part}_{name}", {})
             lowest[row["dtype"]] = min(lowest.get(row["dtype"], ratio.value), ratio.value)
     columns = "part dtype case seconds:ms g_per_s torch_g_per_s limit_g_per_s share speedup"
+    for library in dict.fromkeys(name for row in rows for name in row["work"] if row["part"] == "rates"):
+        if library not in ("seconds", "limit_seconds"):
+            columns += " " + library.replace("seconds", "g_per_s")
     show(rows, columns, "Billions of operations of visible pairs, or bytes, a second; shares of the limit's")
     show_summary(summary, *(name for name in summary if name.startswith("lowest")))
     return summary

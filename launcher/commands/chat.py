@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from megakv.launcher.process import handling
 from megakv.launcher.prompts import read_text
 from megakv.launcher.ranks import command_line, start_ranks
 from megakv.launcher.settings import (
@@ -66,15 +67,8 @@ def _interrupts_handed_on(pid_file: Path) -> Iterator[None]:
             os.kill(pid, signal.SIGINT)
 
     # Stopped by Ctrl-Z, this process would leave the terminal to the shell and to the ranks at once.
-    before = {
-        number: signal.signal(number, handler)
-        for number, handler in ((signal.SIGINT, hand_on), (signal.SIGTSTP, signal.SIG_IGN))
-    }
-    try:
+    with handling({signal.SIGINT: hand_on, signal.SIGTSTP: signal.SIG_IGN}):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
+from megakv.launcher.process import handling
 from megakv.launcher.ranks import command_line, start_ranks
 from megakv.launcher.settings import add_engine_arguments, check_engine_arguments, check_files, mesh_on_hosts
 from megakv.serving.http.settings import ApiKeys, HttpSettings, listening_socket
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
         ("--kv-tokens", LOOP.kv_tokens, "tokens of keys and values on the device (default: half of its free memory)"),
         ("--host-kv-tokens", LOOP.host_kv_tokens, "tokens of them in host memory (default %(default)s)"),
         ("--chunk-tokens", LOOP.chunk_tokens, "prompt tokens of a pass at most (default %(default)s)"),
+        (
+            "--prompt-lookup",
+            LOOP.prompt_lookup,
+            "next tokens at most that are looked up in prompt and answer, and checked in one pass where that pays; 0: "
+            "none (default %(default)s)",
+        ),
         ("--max-sequences", LOOP.max_sequences, "requests that run at a time (default %(default)s)"),
         ("--max-queue", LOOP.max_queue, "requests that wait; more are refused (default %(default)s)"),
         ("--max-new-tokens", HTTP.max_new_tokens, "tokens of an answer at most (default %(default)s)"),
@@ -84,6 +91,7 @@ def loop_settings(arguments: argparse.Namespace) -> ServingSettings:
         chunk_tokens=arguments.chunk_tokens,
         max_sequences=arguments.max_sequences,
         max_queue=arguments.max_queue,
+        prompt_lookup=arguments.prompt_lookup,
         kv_tokens=arguments.kv_tokens,
         host_kv_tokens=arguments.host_kv_tokens,
         store=None if arguments.store is None else Path(arguments.store),
@@ -145,9 +153,5 @@ def _ends_handed_on(pid_file: Path) -> Iterator[None]:
         # Not by sys.stderr: the signal may have come in the middle of a write to it.
         os.write(2, b"megakv: answers under way are ended first; asked again, they are not\n")
 
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

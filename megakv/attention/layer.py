@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -132,12 +132,13 @@ class LayerCalls:
             setattr(layer, name, _Linear.of(getattr(weights, name)))
         self._layer, self.address = layer, ctypes.addressof(layer)
 
-    def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, whole: bool) -> Tensor:
+    def project(self, x: Tensor, cos: Tensor, sin: Tensor, *, whole: bool, out: Tensor | None = None) -> Tensor:
         """``[L, q + k + v]`` of hidden states ``[..., L, h]``; rotated by ``[..., L, D]`` where all heads are here."""
         rows, weights = x.numel() // self.hidden, self.weights
         width = sum(self.widths) if whole else sum(len(part.weight) for part in (weights.q, weights.k, weights.v))
         assert not whole or cos.numel() == sin.numel() == rows * weights.head_dim, "other rotary embeddings"
-        out = x.new_empty((rows, width))
+        out = x.new_empty((rows, width)) if out is None else out
+        assert out.shape == (rows, width) and out.is_contiguous()
         angles = (cos.data_ptr(), sin.data_ptr()) if whole else (None, None)
         threads = torch.get_num_threads()
         self._check(self.kernel.project(self.address, rows, x.data_ptr(), *angles, threads, out.data_ptr()))
@@ -158,11 +159,14 @@ class LayerCalls:
             first += own
         return found
 
-    def feed_forward(self, x: Tensor, attended: Tensor, *, projected: bool, whole: bool) -> tuple[Tensor, Tensor]:
+    def feed_forward(
+        self, x: Tensor, attended: Tensor, *, projected: bool, whole: bool, into: Sequence[Tensor | None] = (None, None)
+    ) -> tuple[Tensor, Tensor]:
         """Hidden states behind attention, and what this rank's part of the feed-forward makes of them; `whole`, the sum
         of both: ``[..., L, h]`` of such before attention, and of what was attended to, or `projected` from it.
         """
-        rows, middle, out = x.numel() // self.hidden, torch.empty_like(x), torch.empty_like(x)
+        rows, (middle, out) = x.numel() // self.hidden, (torch.empty_like(x) if to is None else to for to in into)
+        assert middle.shape == out.shape == x.shape and middle.is_contiguous() and out.is_contiguous()
         assert attended.numel() == rows * (self.hidden if projected else self.widths[0]), "other rows were attended to"
         failed = self.kernel.feed_forward(
             self.address, rows, x.data_ptr(), attended.data_ptr(), projected, whole, torch.get_num_threads(),

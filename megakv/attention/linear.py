@@ -1,4 +1,4 @@
-"""Few rows times a weight on processors, in C++: each weight is read once, as fast as memory gives it.
+"""Rows times a weight on processors, in C++: of few rows each weight is read once, as fast as memory gives it.
 
 PyTorch's product of one row with 16-bit weights reads them at a half to a third of that rate.
 """
@@ -9,7 +9,7 @@ import ctypes
 import functools
 import itertools
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -19,12 +19,8 @@ from torch import Tensor, nn
 from megakv.attention.compiled import located
 from megakv.base.library import TYPES, fault, load
 
-FEW_ROWS, MOST_ROWS = 16, 256
-"""Rows up to which it is taken on all processors, and on those where a measurement does not speak against it."""
-LEAST_GAINS = {MOST_ROWS: 0.8, 64: 1.1}
-"""Rows up to which it is taken where, with three quarters of them, it is so many times as fast as PyTorch's. Layers of
-few rows are one call, which spares more than a slower product costs."""
-TRIALS = 16
+FEW_ROWS = 16
+"""Rows up to which it is taken on all processors; on some of more, and on some of any number."""
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -41,19 +37,12 @@ class LinearKernel:
         self._call.argtypes = [number, number, *table, *table, whole, pointer, whole, number, pointer]
         self._call.restype = ctypes.c_int
 
-    def most_rows(self, dtype: torch.dtype, *, pairs: bool = False) -> int:
-        """Rows up to which it is worth taking, by a measurement of some milliseconds."""
-        if dtype not in TYPES:
-            return FEW_ROWS
-        for most, least in LEAST_GAINS.items():
-            x, weight = (torch.ones((rows, 512), dtype=dtype, device="cpu") for rows in (most * 3 // 4, 512))
-            if times_as_fast(F.linear, functools.partial(self, pairs=pairs), x, weight) >= least:
-                return most
-        return FEW_ROWS
-
     @staticmethod
-    def computes(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int = FEW_ROWS) -> bool:
-        """Whether these are for it: it reads addresses, so what does not fit together must not come to it."""
+    def computes(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int | None = FEW_ROWS) -> bool:
+        """Whether these are for it, if they have no more rows than that.
+
+        It reads addresses, so what does not fit together must not come to it.
+        """
         plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.is_grad_enabled()
         if not plain or x.device.type != "cpu" or weight.device.type != "cpu" or weight.dim() != 2:
             return False
@@ -61,7 +50,7 @@ class LinearKernel:
         fits = x.shape[-1] == columns and x.dtype == weight.dtype and x.dtype in TYPES and weight.stride(1) == 1
         if bias is not None:
             fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
-        return fits and 0 < x.numel() <= most_rows * columns
+        return fits and x.numel() > 0 and (most_rows is None or x.numel() <= most_rows * columns)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pairs: bool = False) -> Tensor:
         """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`.
@@ -78,14 +67,12 @@ class LinearKernel:
         return out
 
 
-def times_as_fast(product: Callable[..., Tensor], other: Callable[..., Tensor], *inputs: Tensor) -> float:
-    """How many times as fast the other one is: by turns, for whatever else starts up here comes and goes."""
-    rounds = []
+def seconds_by_turns(products: Iterable[Callable[..., Tensor]], *inputs: Tensor, trials: int) -> list[float]:
+    """Seconds of each, at best: by turns, for whatever else starts up here comes and goes."""
+    calls = [functools.partial(each, *inputs) for each in products]
     with torch.no_grad():
-        for _ in range(TRIALS):
-            rounds.append([timeit.timeit(functools.partial(each, *inputs), number=1) for each in (product, other)])
-    before, after = map(min, zip(*rounds, strict=True))
-    return before / after
+        rounds = [[timeit.timeit(each, number=1) for each in calls] for _ in range(trials)]
+    return [min(found) for found in zip(*rounds, strict=True)]
 
 
 @functools.cache

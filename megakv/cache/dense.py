@@ -26,6 +26,8 @@ class DenseStore(SpanStore):
     `least_growth` are the rows that a full buffer grows by at least.
     """
 
+    in_hand = True
+
     def __init__(self, batch: int, least_growth: int = GROWTH_MINIMUM):
         self._least_growth = least_growth
         self._held: list[SegmentedRows | None] = [None] * batch
@@ -37,6 +39,17 @@ class DenseStore(SpanStore):
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._rows_like(sequence, (k_KSD, v_KSD)).extend(rows)
+
+    def hold_alike(self, sequences: int, k_KLD: Tensor, v_KLD: Tensor) -> bool:
+        count = len(self._held)
+        rows = k_KLD.shape[1] // max(1, count)
+        if sequences != count or self._expected or any(self._absent) or any(self._held):
+            return False
+        pair = (each.unflatten(1, (count, rows)).transpose(0, 1) for each in (k_KLD, v_KLD))
+        keys, values = (each.clone(memory_format=torch.contiguous_format) for each in pair)
+        self._held = [SegmentedRows.of(own, self._least_growth) for own in zip(keys, values, strict=True)]
+        self._table = None
+        return True
 
     def _rows_like(self, sequence: int, like: Pair) -> SegmentedRows:
         held, self._table = self._held[sequence], None

@@ -147,7 +147,7 @@ class JoinedCache(ShardedCache):
         for member, end in zip(self.members, self._ends, strict=True):
             for layer, window in windows:
                 member.windows[layer] = window
-            member.commit(end)
+            member.commit(end, proposed=proposed)
         self._join()
 
     def undo(self) -> None:

@@ -78,6 +78,13 @@ class SegmentedRows:
         self._least_growth, self._expected = least_growth, 0
         self.length, self.gone = gone, gone
 
+    @classmethod
+    def of(cls, pair: Pair, least_growth: int) -> SegmentedRows:
+        """All of these rows, in memory that nobody else writes."""
+        held, rows = cls(pair, least_growth), pair[0].shape[1]
+        held._tail, held.length = _Buffer(*pair, rows), rows
+        return held
+
     @property
     def _like(self) -> Pair:
         return self._tail.keys, self._tail.values
@@ -186,7 +193,7 @@ class SegmentedRows:
     def _move(self, capacity: int) -> None:
         """The tail's rows to a buffer of one's own."""
         moved, held = self._tail.empty(capacity), self._held
-        for to, rows in zip(moved.rows(0, held), self._tail_rows(), strict=True):
+        for to, rows in zip(moved.rows(0, held), self._tail_rows() if held else (), strict=held > 0):
             to[:] = rows
         moved.written = held
         self._tail, self._first = moved, max(self.gone, self._first)

@@ -85,8 +85,7 @@ class AttentionTable(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    # ``flash`` (fused), ``math`` (matrix products, for soft caps and position biases), or ``sdpa`` (PyTorch's fused one
-    # on a processor, which transformers decodes with and MegaKV does not).
+    # ``flash`` (fused) or ``math`` (matrix products, for soft caps and position biases); ``sdpa`` in older files alone.
     kernel: str = Field(pattern="^(flash|math|sdpa)$")
     head_dim: int = Field(gt=0)  # Head dimension, query heads, and query heads that share a KV head.
     heads: int = Field(gt=0)

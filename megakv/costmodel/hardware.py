@@ -186,11 +186,6 @@ class HardwareProfile(HostProfile):
         """Seconds until both end; while both run each goes slower by a constant factor, and then at full speed."""
         return max(compute_s + self.exposed_transfer * transfer_s, transfer_s + self.exposed_compute * compute_s)
 
-    def without_links(self) -> HardwareProfile:
-        """The same machine with links that take no time: "KVR-S without any communication" is a chain on it."""
-        instant = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
-        return self.model_copy(update={**instant, "exposed_transfer": 0.0, "exposed_compute": 0.0})
-
     def sum_times(self, ranks: int, *, shared_memory: bool = False) -> SumTimes | None:
         found = (entry for entry in self.sums if (entry.ranks, entry.shared_memory) == (ranks, shared_memory))
         return next(found, None)

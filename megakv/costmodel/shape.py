@@ -43,8 +43,8 @@ class AttentionShape:
     value_dim: int
     element_bytes: int  # Bytes of an element of Q, K and V.
     window: int | None = None  # A query sees that many slots, itself included; None: all.
-    # ``math`` where a soft cap or a position bias keeps GPUs' fused kernels out; ``sdpa`` for PyTorch's own.
-    kernel: Literal["flash", "math", "sdpa"] = "flash"
+    # ``math`` where a soft cap or a position bias keeps GPUs' fused kernels out.
+    kernel: Literal["flash", "math"] = "flash"
     # Bytes of an element of partial outputs. None: float32, or float64 for elements of 8 bytes, as MegaKV has them;
     # other systems keep them in the type of Q.
     partial_bytes: int | None = None

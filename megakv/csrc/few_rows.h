@@ -27,8 +27,12 @@ constexpr int64_t TILE_OUTPUTS = 2 * LANES;
 constexpr int64_t PIECE = 128;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
-// Columns whose products are summed up in one running sum there: results of 16 bits have fewer digits to lose.
-template <class T> constexpr int64_t PIECES_RUN = sizeof(T) < sizeof(float) ? 1024 : 128;
+// Rows that meet all columns of a tile before others do, and cells of each that are made at a time: with them, what a
+// thread reads again and again stays in the second cache.
+constexpr int64_t ROWS_BLOCK = 96;
+constexpr int64_t BLOCK_CELLS = 8 * PIECE;
+// Rows that take as long as making cells of the weights that they meet.
+constexpr int64_t PACKING_ROWS = 13;
 // Columns whose products are summed up in one running sum: more would cost digits.
 constexpr int64_t RUN = 128 * LANES;
 // Multiplications that are not worth a second thread.
@@ -90,6 +94,31 @@ template <class Compute> void divide(int64_t blocks, int64_t work, int threads, 
     compute(blocks * own / workers, blocks * (own + 1) / workers, memory.data() + own * scratch);
 }
 
+// Some of the rows.
+struct Span {
+  int64_t begin, end;
+  int64_t count() const { return end - begin; }
+};
+
+// The same with parts of the rows, too, where threads are then better divided: compute(first, last, rows, memory).
+template <class Compute>
+void divide_both(int64_t blocks, int64_t rows, bool many, int64_t work, int threads, int64_t scratch, Compute compute) {
+  int64_t parts = 1, least = 0;
+  for (int64_t tried = 1; many && tried <= threads && work >= LEAST_WORK; ++tried) {
+    const int64_t across = std::min<int64_t>(std::max<int64_t>(threads / tried, 1), blocks);
+    const int64_t cost = ((rows + tried - 1) / tried + PACKING_ROWS) * ((blocks + across - 1) / std::max<int64_t>(across, 1));
+    if (!least || cost < least) parts = tried, least = cost;
+  }
+  const int64_t across = std::min<int64_t>(std::max<int64_t>(threads / parts, 1), std::max<int64_t>(blocks, 1));
+  divide(parts * across, work, threads, scratch, [&](int64_t first, int64_t last, float* memory) {
+    for (int64_t item = first; item < last; ++item) {
+      const int64_t part = item / across, own = item % across;
+      compute(blocks * own / across, blocks * (own + 1) / across,
+              Span{rows * part / parts, rows * (part + 1) / parts}, memory);
+    }
+  });
+}
+
 // Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of two vectors. Where bfloat16 is multiplied by
 // `pairs`, the cells of more than a few rows are such.
 struct Inputs {
@@ -97,55 +126,70 @@ struct Inputs {
   bool pairs;
   Space<float> wide;
   Space<uint32_t> narrow;
+  const float* from;
 
-  Inputs(int64_t rows, int64_t columns, bool pairs)
-      : rows(rows), columns(columns), step((columns + 2 * LANES - 1) / (2 * LANES) * 2 * LANES),
-        pairs(pairs && rows > FEW),
-        wide(rows * step), narrow(this->pairs ? rows * step / 2 : 0) {
-    for (int64_t row = 0; row < rows; ++row) std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);
+  // Of rows that are written later, or lie somewhere as they are multiplied, so many elements apart.
+  Inputs(int64_t rows, int64_t columns, bool pairs, const float* lent = nullptr, int64_t lent_step = 0)
+      : rows(rows), columns(columns), step(lent ? lent_step : (columns + 2 * LANES - 1) / (2 * LANES) * 2 * LANES),
+        pairs(pairs && rows > FEW && !lent),
+        wide(lent ? 0 : rows * step), narrow(this->pairs ? rows * step / 2 : 0), from(lent ? lent : wide.data()) {
+    for (int64_t row = 0; row < rows && !lent; ++row) {
+      std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);
+      if (this->pairs) std::fill_n(numbers(row) + columns, step - columns, BFloat16{});
+    }
   }
 
   // Of rows that are contiguous, or so many elements apart.
   template <class T>
   Inputs(const T* x, int64_t rows, int64_t columns, bool pairs, int threads, int64_t x_step = 0)
-      : Inputs(rows, columns, pairs) {
+      : Inputs(rows, columns, pairs, as_it_lies(x, columns), x_step ? x_step : columns) {
+    if ((const void*)from == x) return;
     if (!x_step) x_step = columns;
     each_row(threads, [&](int64_t row, float* own) {
       each_vector(0, columns, [&](int64_t d, int64_t count) { store(own + d, some(x + row * x_step + d, count)); });
     });
   }
 
-  // Calls with the number of every row, and where it is.
+  // Calls with the number of every row, and where it is to be written.
   template <class Call> void each_row(int threads, Call call) {
     divide(rows, rows * step, threads, 0, [&](int64_t first, int64_t last, float*) {
-      for (int64_t row = first; row < last; ++row) call(row, &wide[row * step]);
+      for (int64_t row = first; row < last; ++row) {
+        float* const own = &wide[row * step];
+        call(row, own);
+        if (pairs) keep(row, 0, step, own);
+      }
+    });
+  }
+
+  // Columns [first, last) of a row, whose first one is at `own`: of such as are multiplied by pairs.
+  void keep(int64_t row, int64_t first, int64_t last, const float* own) {
+    each_vector(first, last, [&](int64_t d, int64_t count) {
+      store_rounded(numbers(row) + d, some(own + d - first, count), count);
     });
   }
 
   // Whether lanes are outputs.
   bool many() const { return rows > (pairs ? FEW_PAIRS : FEW); }
 
-  // Numbers are as they stay: products may come.
-  void ready(int threads) {
-    if (!pairs) return;
-    each_row(threads, [&](int64_t row, const float* own) {
-      for (int64_t d = 0; d < step; d += LANES)
-        store_rounded((BFloat16*)narrow.data() + row * step + d, load(own + d), LANES);
-    });
-  }
-
-  const float* cells(int64_t row, int64_t column, float) const { return &wide[row * step + column]; }
+  const float* cells(int64_t row, int64_t column, float) const { return from + row * step + column; }
 #ifdef __AVX512BF16__
   const Pair* cells(int64_t row, int64_t column, Pair) const { return (const Pair*)&narrow[(row * step + column) / 2]; }
 #endif
+
+ private:
+  BFloat16* numbers(int64_t row) { return (BFloat16*)narrow.data() + row * step; }
+
+  // Float32 needs no copy where vectors end with its rows.
+  static const float* as_it_lies(const float* x, int64_t columns) { return columns % (2 * LANES) ? nullptr : x; }
+  template <class T> static const float* as_it_lies(const T*, int64_t) { return nullptr; }
 };
 
 template <class T> class Product {
  public:
-  // The product goes to out [rows, out_step], from its first column on.
-  Product(const Inputs& x, const Linear& linear, T* out, int64_t out_step)
+  // The product goes to out [rows, out_step], whose first column is the output `origin`.
+  Product(const Inputs& x, const Linear& linear, T* out, int64_t out_step, int64_t origin = 0)
       : x(x), weight((const T*)linear.weight), bias((const T*)linear.bias), step(linear.step), outputs(linear.outputs),
-        out(out), out_step(out_step) {}
+        out(out), out_step(out_step), origin(origin) {}
 
   // Outputs that are computed side by side.
   static int64_t block(const Inputs& x) { return x.many() ? TILE_OUTPUTS : SIDE; }
@@ -153,15 +197,15 @@ template <class T> class Product {
 
   // Floats that a thread needs for it.
   static int64_t scratch(const Inputs& x) {
-    return x.many() ? TILE_OUTPUTS * (PIECE + 2 * x.rows) : 0;
+    return x.many() ? TILE_OUTPUTS * (BLOCK_CELLS + x.rows) : 0;
   }
 
-  // Those of some blocks.
-  void compute(int64_t first, int64_t last, float* memory) const {
+  // Those of some blocks and rows: of few rows all.
+  void compute(int64_t first, int64_t last, Span rows, float* memory) const {
     const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
     with_cell<T>(x.pairs, [&](auto cell) {
       typedef decltype(cell) Cell;
-      x.many() ? compute_many<Cell>(begin, end, memory) : compute_few<Cell>(begin, end);
+      x.many() ? compute_many<Cell>(begin, end, rows, memory) : compute_few<Cell>(begin, end);
     });
   }
 
@@ -173,7 +217,7 @@ template <class T> class Product {
   const T *weight, *bias;
   int64_t step, outputs;
   T* out;
-  int64_t out_step;
+  int64_t out_step, origin;
 
   template <class Cell> void compute_few(int64_t begin, int64_t end) const {
     for (int64_t at = begin; at < end; at += SIDE) {
@@ -199,48 +243,56 @@ template <class T> class Product {
     multiply<T, R>(x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
     for (int r = 0; r < R; ++r)
       for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
-        out[(row + r) * out_step + i] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
+        out[(row + r) * out_step + i - origin] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
   }
 
-  template <class Cell> void compute_many(int64_t begin, int64_t end, float* memory) const {
-    constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>;
+  template <class Cell> void compute_many(int64_t begin, int64_t end, Span rows, float* memory) const {
+    constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>, BLOCK = BLOCK_CELLS * NUMBERS<Cell>;
     Cell* const tile = (Cell*)memory;
-    float *const run = memory + TILE_OUTPUTS * PIECE, *const total = run + TILE_OUTPUTS * x.rows;
-    if (!x.columns) std::fill_n(total, x.rows * TILE_OUTPUTS, 0.0f);
+    float* const total = memory + TILE_OUTPUTS * BLOCK_CELLS;
+    if (!x.columns) std::fill_n(total, rows.count() * TILE_OUTPUTS, 0.0f);
     for (int64_t at = begin; at < end; at += TILE_OUTPUTS) {
       const int64_t count = std::min(TILE_OUTPUTS, end - at);
       const int64_t next = at + 2 * TILE_OUTPUTS <= end ? TILE_OUTPUTS * step : 0;
-      for (int64_t first = 0; first < x.columns; first += PIECES_RUN<T>) {
-        const int64_t stop = std::min(first + PIECES_RUN<T>, x.columns);
-        float* const sums = first ? run : total;
-        for (int64_t d = first; d < stop; d += COLUMNS) {
-          const int64_t length = std::min(COLUMNS, stop - d);
-          const T* const from = weight + at * step + d;
-          pack(from, count, length, tile);
-          // Columns of lines of the next outputs are fetched with each product, as far as there are so many.
-          const int64_t cells = in_cells<Cell>(length);
-          const int64_t lines = std::max<int64_t>(std::min(cells / TILE_OUTPUTS, length / LINE), 1);
-          int64_t ahead = next ? 0 : length;
-          for (int64_t row = 0; row < x.rows; ahead += lines * LINE) {
-            const int64_t left = x.rows - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
-            const int64_t now = (left + parts - 1) / parts;
-            multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, cells, sums + row * TILE_OUTPUTS,
-                                        d == first, ahead < length ? from + next + ahead : nullptr);
-            row += now;
+      for (int64_t first = 0; first < x.columns; first += BLOCK) {
+        const int64_t stop = std::min(first + BLOCK, x.columns);
+        for (int64_t row = rows.begin; row < rows.end; row += ROWS_BLOCK)
+          for (int64_t d = first; d < stop; d += COLUMNS) {
+            const int64_t length = std::min(COLUMNS, stop - d);
+            const T* const from = weight + at * step + d;
+            Cell* const own = tile + (d - first) / NUMBERS<Cell> * TILE_OUTPUTS;
+            if (row == rows.begin) pack(from, count, length, own);
+            multiply_block({row, std::min(row + ROWS_BLOCK, rows.end)}, d, own, length,
+                           total + (row - rows.begin) * TILE_OUTPUTS,
+                           next && row == rows.begin ? from + next : nullptr);
           }
-          for (; ahead < length; ahead += LINE)
-            for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(from + next + row * step + ahead, 1);
-        }
-        for (int64_t i = 0; first && i < x.rows * TILE_OUTPUTS; i += LANES)
-          store(total + i, load(total + i) + load(run + i));
       }
-      for (int64_t row = 0; row < x.rows; ++row)
+      for (int64_t row = rows.begin; row < rows.end; ++row)
         each_vector(0, count, [&](int64_t i, int64_t lanes) {
-          Floats found = load(total + row * TILE_OUTPUTS + i);
+          Floats found = load(total + (row - rows.begin) * TILE_OUTPUTS + i);
           if (bias) found += some(bias + at + i, lanes);
-          store_rounded(out + row * out_step + at + i, found, lanes);
+          store_rounded(out + row * out_step + at - origin + i, found, lanes);
         });
     }
+  }
+
+  // Products of a block of rows with a tile's cells of `length` columns from `d` on, added to those of earlier columns.
+  // Meanwhile as many columns of the next tile are fetched, if they are given.
+  template <class Cell>
+  void multiply_block(Span rows, int64_t d, const Cell* tile, int64_t length, float* sums, const T* next) const {
+    // Columns of lines are fetched with each product, as far as there are so many.
+    const int64_t cells = in_cells<Cell>(length);
+    const int64_t lines = std::max<int64_t>(std::min(cells / TILE_OUTPUTS, length / LINE), 1);
+    int64_t ahead = next ? 0 : length;
+    for (int64_t row = rows.begin; row < rows.end; ahead += lines * LINE) {
+      const int64_t left = rows.end - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
+      const int64_t now = (left + parts - 1) / parts;
+      multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, cells, sums + (row - rows.begin) * TILE_OUTPUTS,
+                                  d == 0, ahead < length ? next + ahead : nullptr);
+      row += now;
+    }
+    for (; ahead < length; ahead += LINE)
+      for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(next + row * step + ahead, 1);
   }
 
   // Cells of so many of the weight's rows, and columns, [columns, TILE_OUTPUTS].
@@ -284,8 +336,8 @@ template <class T> class Product {
   void multiply_rows(int64_t rows, const Cell* own, const Cell* tile, int64_t cells, float* sums, bool fresh,
                      const T* ahead) const {
     const auto call = [&](auto beside) {
-      product<R, 2, false>(own, x.step / NUMBERS<Cell>, 1, tile, TILE_OUTPUTS, cells, sums, TILE_OUTPUTS, nullptr, fresh,
-                           beside);
+      product<R, 2, Before::ADDED>(own, x.step / NUMBERS<Cell>, 1, tile, TILE_OUTPUTS, cells, sums, TILE_OUTPUTS, nullptr,
+                                 fresh, beside);
     };
     const auto bring = [&](int i) { fetch(ahead + i % TILE_OUTPUTS * step + i / TILE_OUTPUTS * LINE, 1); };
     if (rows == R) return ahead ? call(bring) : call(Nothing{});
@@ -300,18 +352,19 @@ template <class T> void products(const Inputs& x, const Linear* linears, int cou
     blocks += Product<T>::blocks(x, linears[i].outputs);
     outputs += linears[i].outputs;
   }
-  divide(blocks, x.rows * x.columns * outputs, threads, Product<T>::scratch(x),
-         [&](int64_t first, int64_t last, float* memory) {
-           T* to = out;
-           for (int i = 0; i < count; ++i) {
-             const int64_t own = Product<T>::blocks(x, linears[i].outputs);
-             if (first < own && last > 0)
-               Product<T>(x, linears[i], to, outputs).compute(std::max<int64_t>(first, 0), std::min(last, own), memory);
-             to += linears[i].outputs;
-             first -= own;
-             last -= own;
-           }
-         });
+  divide_both(blocks, x.rows, x.many(), x.rows * x.columns * outputs, threads, Product<T>::scratch(x),
+              [&](int64_t first, int64_t last, Span rows, float* memory) {
+                T* to = out;
+                for (int i = 0; i < count; ++i) {
+                  const int64_t own = Product<T>::blocks(x, linears[i].outputs);
+                  if (first < own && last > 0)
+                    Product<T>(x, linears[i], to, outputs)
+                        .compute(std::max<int64_t>(first, 0), std::min(last, own), rows, memory);
+                  to += linears[i].outputs;
+                  first -= own;
+                  last -= own;
+                }
+              });
 }
 
 }  // namespace

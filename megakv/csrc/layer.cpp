@@ -111,7 +111,6 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
     Space<T> own(rows * hidden);
     if (ranks.outputs_columns) {
       Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, layer.pairs, threads, width);
-      inputs.ready(threads);
       products(inputs, &layer.o, 1, threads, own.data());
     } else {
       std::fill_n(own.data(), own.size(), T{});

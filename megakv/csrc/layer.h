@@ -60,6 +60,19 @@ template <class T> void normalise(float* row, const Norm& norm) {
 template <class T>
 void rotate(T* heads, int64_t count, int64_t dim, const Norm& norm, const T* cos, const T* sin, float* own) {
   const int64_t half = dim / 2;
+  if (half % LANES == 0 && !norm.weight) {
+    for (int64_t head = 0; head < count; ++head, heads += dim)
+      for (int64_t d = 0; d < half; d += LANES) {
+        const Floats first = load(heads + d), second = load(heads + half + d);
+        const auto turned = [&](Floats x, Floats y, int64_t at) {
+          const Floats found = kept<T>(x * load(cos + at)) + kept<T>(y * load(sin + at));
+          store_rounded(heads + at, found, LANES);
+        };
+        turned(first, -second, d);
+        turned(second, first, half + d);
+      }
+    return;
+  }
   for (int64_t head = 0; head < count; ++head, heads += dim) {
     each_vector(0, dim, [&](int64_t d, int64_t lanes) { store_rounded(own + d, some(heads + d, lanes), lanes); });
     if (norm.weight) normalise<T>(own, norm);
@@ -144,9 +157,12 @@ void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const 
 
 // This rank's queries, keys and values, before rotary embeddings, of hidden states.
 template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
-  Inputs inputs(x, rows, layer.hidden, layer.pairs, threads);
-  inputs.each_row(threads, [&](int64_t, float* own) { normalise<T>(own, layer.input_norm); });
-  inputs.ready(threads);
+  const int64_t hidden = layer.hidden;
+  Inputs inputs(rows, hidden, layer.pairs);
+  inputs.each_row(threads, [&](int64_t row, float* own) {
+    each_vector(0, hidden, [&](int64_t d, int64_t count) { store_rounded(own + d, some(x + row * hidden + d, count), count); });
+    normalise<T>(own, layer.input_norm);
+  });
   const Linear linears[] = {layer.q, layer.k, layer.v};
   products(inputs, linears, 3, threads, out);
 }
@@ -175,39 +191,49 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
   const T* added = attended;
   Space<T> found(projected ? 0 : rows * hidden);
   if (!projected) {
-    Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs, threads);
-    inputs.ready(threads);
+    const Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs, threads);
     products(inputs, &layer.o, 1, threads, found.data());
     added = found.data();
   }
-  Inputs inputs(x, rows, hidden, layer.pairs, threads);
+  Inputs inputs(rows, hidden, layer.pairs);
   inputs.each_row(threads, [&](int64_t row, float* own) {
-    T* const sum = middle + row * hidden;
-    each_vector(0, hidden, [&](int64_t d, int64_t count) {
-      const Floats found = kept<T>(some(own + d, count) + some(added + row * hidden + d, count));
-      store_rounded(sum + d, found, count);
-      std::memcpy(own + d, &found, count * sizeof(float));
+    each_vector(row * hidden, (row + 1) * hidden, [&](int64_t d, int64_t count) {
+      const Floats found = kept<T>(some(x + d, count) + some(added + d, count));
+      store_rounded(middle + d, found, count);
+      store_rounded(own + d - row * hidden, found, count);
     });
     normalise<T>(own, layer.output_norm);
   });
-  inputs.ready(threads);
   Inputs inner(rows, width, layer.pairs);
-  Space<T> gate(rows * width), up(rows * width);
-  const Product<T> gates(inputs, layer.gate, gate.data(), width), ups(inputs, layer.up, up.data(), width);
-  const int64_t each = Product<T>::block(inputs);
-  divide(Product<T>::blocks(inputs, width), 2 * rows * hidden * width, threads, Product<T>::scratch(inputs),
-         [&](int64_t first, int64_t last, float* memory) {
-           gates.compute(first, last, memory);
-           ups.compute(first, last, memory);
-           for (int64_t row = 0; row < rows; ++row)
-             gated(&gate[row * width], &up[row * width], first * each, std::min(last * each, width),
-                   layer.activation, &inner.wide[row * inner.step]);
-         });
-  inner.ready(threads);
+  // Of many rows a block of gates is multiplied while it lies in the second cache, of few all that a thread has.
+  const bool many = inputs.many();
+  const int64_t block = Product<T>::block(inputs), scratch = Product<T>::scratch(inputs);
+  const int64_t step = many ? block : width, room = many ? 2 * rows * block : 0;
+  Space<T> gate(many ? 0 : rows * width), up(many ? 0 : rows * width);
+  divide_both(Product<T>::blocks(inputs, width), rows, many, 2 * rows * hidden * width, threads, scratch + room + block,
+              [&](int64_t first, int64_t last, Span own, float* memory) {
+                T* const gates = many ? (T*)(memory + scratch) : gate.data();
+                T* const ups = many ? gates + rows * block : up.data();
+                float* const gated_row = memory + scratch + room;
+                for (int64_t at = first, next; at < last; at = next) {
+                  next = many ? at + 1 : last;
+                  const int64_t begin = at * block, end = std::min(next * block, width), origin = many ? begin : 0;
+                  Product<T>(inputs, layer.gate, gates, step, origin).compute(at, next, own, memory);
+                  Product<T>(inputs, layer.up, ups, step, origin).compute(at, next, own, memory);
+                  for (int64_t row = own.begin; row < own.end; ++row) {
+                    const int64_t from = row * step + begin - origin;
+                    float* const to = inner.pairs && many ? gated_row : &inner.wide[row * inner.step] + begin;
+                    gated(gates + from, ups + from, 0, end - begin, layer.activation, to);
+                    if (inner.pairs) inner.keep(row, begin, end, to);
+                  }
+                }
+              });
   products(inner, &layer.down, 1, threads, out);
   if (whole)
-    each_vector(0, rows * hidden, [&](int64_t d, int64_t count) {
-      store_rounded(out + d, some(middle + d, count) + some(out + d, count), count);
+    divide(rows, rows * hidden, threads, 0, [&](int64_t first, int64_t last, float*) {
+      each_vector(first * hidden, last * hidden, [&](int64_t d, int64_t count) {
+        store_rounded(out + d, some(middle + d, count) + some(out + d, count), count);
+      });
     });
 }
 

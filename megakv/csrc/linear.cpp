@@ -14,7 +14,6 @@ extern "C" int megakv_product(int type, int pairs, const void* x, int64_t rows, 
     const Linear linear{weight, step, outputs, inputs, bias, biases};
     linear.check(columns);
     Inputs given((const T*)x, rows, columns, pairs, threads);
-    given.ready(threads);
     products(given, &linear, 1, threads, (T*)out);
   });
 }

@@ -232,12 +232,12 @@ void attend(const Problem& p, const void* q, Runs runs, int64_t head, int64_t fi
       const Cell* const queries = all_queries + (int64_t)i * PANEL * cells;
       float* const outputs = all_outputs + (int64_t)i * PANEL * value_width;
       for (int d = 0; d < cells; d += DEPTH)
-        multiply<false>(seen, panel.vectors, keys + d, cells, 1, queries + (int64_t)d * PANEL, PANEL,
+        multiply<Before::KEPT>(seen, panel.vectors, keys + d, cells, 1, queries + (int64_t)d * PANEL, PANEL,
                         std::min(DEPTH, cells - d), scores, PANEL, panel.keep, d == 0);
       if (!plain) adjust(p, panel, begin, seen, scores);
       if (panel.most_low > begin || panel.least_high < begin + seen) hide(panel, begin, seen, scores);
       weigh<Cell>(panel, seen, (float)factor, scores);
-      multiply<true>(panel.count, value_width / LANES, (const Cell*)scores, 1, PANEL, values, value_width,
+      multiply<Before::SCALED>(panel.count, value_width / LANES, (const Cell*)scores, 1, PANEL, values, value_width,
                      in_cells<Cell>(seen), outputs, value_width, panel.keep, false);
     }
   }

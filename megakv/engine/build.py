@@ -116,28 +116,6 @@ def _config_of(model: str | Path | nn.Module) -> Any:
     return read_config(local_directory(model, weights=False)) if isinstance(model, str | Path) else model.config
 
 
-def _weights_away(model: str | Path | nn.Module, parsed: MegaKVConfig, device: torch.device) -> tuple[bool, str]:
-    """Whether weights of decoder layers lie in host memory for throughput, and why."""
-    from megakv.offload.schedule import accelerator_room, weights_by_objective
-
-    config, shape, offload = _config_of(model), None, parsed.megakv.offload
-    dtype = parsed.dtype or (model.dtype if isinstance(model, PreTrainedModel) else config.get_text_config().dtype)
-    with suppress(ValueError):
-        shape = ModelShape.from_config(config, dtype=dtype or torch.float32)
-        shape = shape.with_fp8_feed_forward() if parsed.megakv.feed_forward == "fp8" else shape
-    found = weights_by_objective(
-        offload,
-        shape,
-        room=0 if device.type == "cpu" else accelerator_room(),
-        longest=parsed.max_out_tokens if "max_out_tokens" in parsed.model_fields_set else None,
-        cp_size=parsed.cp_size,
-        tp_size=parsed.tp_size,
-    )
-    # Seen without further settings: it is what the JSON has left open.
-    logger.warning("megakv.offload.objective = %r: %s", offload.objective, found[1])
-    return found
-
-
 def _tp_sizes(model: str | Path | nn.Module) -> list[int]:
     """The tensor-parallel degrees that split the model's heads."""
     _, heads, kv_heads = head_counts(_config_of(model))
@@ -180,11 +158,6 @@ def _make_engine(
         )
     mapping = _mapping(section.fairkv, tp_size, agreement)
 
-    offload, placed = section.offload, ""
-    if offload.enabled and offload.weights is None and offload.objective == "throughput":
-        away, placed = agreement.decide(lambda: _weights_away(model, parsed, mesh.device))
-        offload = offload.model_copy(update={"weights": away})
-
     place = agreement.together(lambda: _place(model, weights=section.load == "checkpoint"))
     stored = weight_files(place) if isinstance(place, Path) and section.load == "checkpoint" else {}
     files = FileDigests(stored, agreement)
@@ -206,7 +179,7 @@ def _make_engine(
             all_reduce=partial(comm.all_reduce, over="tp", operation="tp_all_reduce", layer=None),
             device=mesh.device,
             seed=section.seed,
-            offload=offload,
+            offload=section.offload,
             progress=mesh.rank == 0,
         )
         if loaded.layer_weights is not None:
@@ -217,7 +190,7 @@ def _make_engine(
         return loaded
 
     loaded = agreement.together(load)
-    loaded = replace(loaded, contents=loaded.contents | files.gather(), layers_placed=placed)
+    loaded = replace(loaded, contents=loaded.contents | files.gather())
     if mapping is not None and section.load != "random":
         from megakv.fairkv.placement import check_weights
 

@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.candidate_generator import (
     AssistedCandidateGenerator,
     CandidateGenerator,
-    PromptLookupCandidateGenerator,
 )
 
 from megakv.base.device import random_state, set_random_state
@@ -19,14 +18,12 @@ from megakv.base.errors import CombinationError
 from megakv.distributed.agreement import Agreement
 from megakv.engine.config import MegaKVConfig
 from megakv.engine.generation import given_option
+from megakv.engine.lookup import NGRAM, TokenLookup
 from megakv.injection.interface import ATTEND_ATTRIBUTE
 from megakv.injection.policy import depends_on_length
 
 TRUSTED = 2
 """Steps in a row whose first looked-up token came true, from which on what is looked up is worth a wider step."""
-
-NGRAM = 4
-"""Tokens that must be found again at most, where no number is given: of more, what follows is more likely to come."""
 
 Proposal = tuple[Tensor, Tensor | None]
 """``[1, S + c]`` tokens so far and candidates, and ``[1, c, V]`` logits that they were drawn from, if any."""
@@ -118,30 +115,19 @@ class Lookup:
 
     def __init__(self, config: GenerationConfig):
         stops = config._eos_token_tensor
-        self._most = config.max_length
-        self._generator = PromptLookupCandidateGenerator(
-            eos_token_id=None if stops is None else stops.cpu(),
-            num_output_tokens=config.prompt_lookup_num_tokens,
-            max_matching_ngram_size=config.max_matching_ngram_size or NGRAM,
-            max_length=config.max_length,
-        )
-        # On the host: on an accelerator each comparison would be waited for.
-        self._ids = torch.empty((1, 0), dtype=torch.long)
-        self._guess = self._ids
+        self._stops = frozenset(() if stops is None else stops.flatten().tolist())
+        self._most, self._width = config.max_length, config.prompt_lookup_num_tokens
+        self._tokens = TokenLookup(self._width, config.max_matching_ngram_size or NGRAM)
         self._hits = TRUSTED - 1
 
     def propose(self, input_ids: Tensor) -> Proposal:
-        known = self._ids.shape[1]
-        self._ids = torch.cat([self._ids, input_ids[:, known:].cpu()], dim=1)
-        if self._guess.shape[1]:
-            right = int(self._guess[0, 0]) == int(self._ids[0, known])
+        right, missed = self._tokens.add(input_ids[0, self._tokens.length :].tolist())
+        if right or missed:
             self._hits = self._hits + 1 if right else 0
-        length = input_ids.shape[1]
-        found, _ = self._generator.get_candidates(self._ids)
-        self._guess = found[:, length : self._most - 1]
         if self._hits < TRUSTED:
             return input_ids, None
-        return torch.cat([input_ids, self._guess.to(input_ids.device)], dim=1), None
+        guess = self._tokens.guess(min(self._width, self._most - 1 - input_ids.shape[1]), self._stops)
+        return torch.cat([input_ids, input_ids.new_tensor([guess])], dim=1), None
 
     def learn(self, input_ids: Tensor, scores: Tensor, matches: int) -> None:
         """Nothing that the tokens themselves do not say."""

@@ -26,7 +26,7 @@ from megakv.engine.generation import (
     pad_left,
 )
 from megakv.engine.generation_call import TokenClock, agreed_call
-from megakv.engine.joint_pass import ServedEngine, Tokens, joint_input, own_input
+from megakv.engine.joint_pass import ServedEngine, Tokens, joint_input, last_tokens, own_input
 from megakv.engine.loading import LoadedModel
 from megakv.engine.record import RunRecord
 from megakv.engine.session import Session
@@ -76,7 +76,7 @@ class MegaKVEngine(ServedEngine):
         self.__dict__.pop("generate", None)
         comm = runtime.comm
         self._config, self._runtime, self._comm = config, runtime, comm
-        self._name, self._mapping, self._placed = name, mapping, loaded.layers_placed
+        self._name, self._mapping = name, mapping
         self.mp_group = comm.mesh.group("tp")
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
@@ -220,7 +220,7 @@ class MegaKVEngine(ServedEngine):
             if self._offloader is not None:
                 self._record.offload = [step.report() for step in self._offloader.steps]
                 self._record.disk_io = self._offloader.disk_io
-                self._record.schedule = "; ".join(filter(None, (self._offloader.schedule.why, self._placed)))
+                self._record.schedule = self._offloader.schedule.why
             return output
 
     @without_autograd
@@ -230,8 +230,12 @@ class MegaKVEngine(ServedEngine):
         tokens: Sequence[Tokens],
         *,
         turn: Turn | None = None,
+        candidates: Sequence[int] = (),
     ) -> Tensor:
         """One pass over new tokens of several sequences: ``[B, V]`` logits behind the last one of each, on every rank.
+
+        Where the last so many tokens of each are `candidates`, logits ``[R, V]`` are also those behind the token before
+        them, and behind each: sequence by sequence. `ShardedCache.cut_back` takes back those that were wrong.
 
         Each sequence goes on in a cache of its own (`new_cache`), of whatever length, by one token or more; the logits
         are those of `generate` on it alone. If the pass fails, every cache is as before.
@@ -249,14 +253,19 @@ class MegaKVEngine(ServedEngine):
                 inputs = joint_input(caches, tokens, self.new_cache(), vocabulary)
             else:
                 inputs = own_input(caches, tokens, vocabulary, turn=turn is not None)
+            if candidates:
+                inputs["logits_to_keep"] = last_tokens(tokens, candidates)
             lengths = (cache.length + len(own) for cache, own in zip(caches, tokens, strict=True))
             self._limits.check(max(lengths), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
             if self._offloader is not None:
                 self._offloader.take_up(caches[0])
-            self._runtime.generation = None if turn is None else Generation(caches[0], turn, 1)
+            if turn is not None or candidates:
+                cache, prompts = inputs["past_key_values"], None if turn is None else 1
+                self._runtime.generation = Generation(cache, turn, prompts, proposed=sum(candidates))
             try:
-                logits: Tensor = self.module(**inputs).logits[:, 0]
+                logits: Tensor = self.module(**inputs).logits
+                logits = logits[0] if candidates else logits[:, 0]
             finally:
                 self._runtime.generation = None
             if not joint:
@@ -281,7 +290,10 @@ class MegaKVEngine(ServedEngine):
         """What the last `generate` did on every rank. Every rank must call it."""
         self.check_open()
         with self.agreement.call():
-            return self._record.run_report(self._comm, self._config, self._name, self._runtime.dtype, self._mapping)
+            rates = () if self._hooks is None else self._hooks.products.rates
+            return self._record.run_report(
+                self._comm, self._config, self._name, self._runtime.dtype, self._mapping, rates
+            )
 
     @without_autograd
     def destroy(self) -> None:

@@ -60,6 +60,11 @@ class ServedEngine(InferenceEngine):
         return self._offloader is None and self._config.megakv.fairkv.mapping is None
 
     @property
+    def cuts_compressed(self) -> bool:
+        """Whether compressed caches can be cut back to before a step: not where each step evicts."""
+        return self._config.megakv.fairkv.decode_interval is None
+
+    @property
     def most_mixed(self) -> float:
         """Tokens up to which a pass of prompts and single ones takes less than one of each, by the last layers."""
         assert self._hooks is not None
@@ -189,6 +194,17 @@ def own_input(
         "use_cache": True,
         "logits_to_keep": 1,
     }
+
+
+def last_tokens(tokens: Sequence[Tokens], candidates: Sequence[int]) -> np.ndarray:
+    """Of how many last tokens of each sequence logits are wanted, where so many of them are candidates.
+
+    A ValueError where there is no token before them.
+    """
+    lengths = [len(row) for row in tokens]
+    if len(candidates) != len(lengths) or not all(0 <= n < m for n, m in zip(candidates, lengths, strict=False)):
+        raise ValueError(f"candidates = {list(candidates)}: allowed: of each sequence fewer than its tokens, {lengths}")
+    return 1 + np.asarray(candidates)
 
 
 def _checked(tokens: Sequence[Tokens], vocabulary: int) -> list[np.ndarray]:

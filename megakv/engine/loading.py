@@ -52,8 +52,6 @@ class LoadedModel:
     """What decides the values of all weights, by name; the files of a checkpoint come on top."""
     layer_weights: LayerWeights | None = None
     """Those of the decoder layers, where they lie off the accelerator; the module's parameters have no memory then."""
-    layers_placed: str = ""
-    """Why those of decoder layers lie where they do, if the JSON has left that open."""
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

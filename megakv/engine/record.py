@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,15 @@ from megakv.engine.config import MegaKVConfig
 from megakv.engine.generation_call import TokenClock
 from megakv.forward.choice import PrefillChoice
 from megakv.tracking.machine import machine_info, peak_memory_bytes, version_info
-from megakv.tracking.measurements import CandidateCounts, HeadBalance, OffloadStep, PrefillPlan, Traffic, head_balance
+from megakv.tracking.measurements import (
+    CandidateCounts,
+    HeadBalance,
+    OffloadStep,
+    PrefillPlan,
+    ProductRates,
+    Traffic,
+    head_balance,
+)
 from megakv.tracking.report import RankReport, RunReport
 
 if TYPE_CHECKING:
@@ -87,6 +96,7 @@ class RunRecord:
         model: str,
         dtype: torch.dtype,
         mapping: HeadMapping | None = None,
+        products: Sequence[ProductRates] = (),
     ) -> RunReport:
         """The report of all ranks, on every rank."""
         ranks = comm.gather_objects(self._rank_report(comm))
@@ -108,6 +118,7 @@ class RunRecord:
             prefill=self.prefill,
             balance=_balance(ranks, comm, config, mapping),
             candidates=self.candidates,
+            products=list(products),
             methods={stage: dict(counts) for stage, counts in comm.ledger.methods.items()},
         )
 

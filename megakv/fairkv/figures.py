@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure, SubFigure
 from numpy.typing import NDArray
 
 from megakv.fairkv.mapping import Balance, HeadMapping, StepTime
 from megakv.fairkv.profile import BudgetProfile, last_part
-from megakv.tracking.files import write_picture
+from megakv.tracking.files import FAINT, RED, picture
 
-INK, FAINT = "#22282f", "#8a929b"
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure, SubFigure
+
+LOOK: Any = {"dpi": 130, "layout": "constrained"}
 GAINS_SIZE = 4.6, 3.4
 """Inches of the gains by regime."""
 
@@ -40,19 +42,17 @@ def draw_mapping(mapping: HeadMapping, path: str | Path | io.BytesIO) -> None:
         for name, balance in panels
     ]
     label, size = "load over the layer's mean\n(slowest rank marked)", (2.2 + width, 1.9 + 0.2 * layers)
-    place: Figure | SubFigure
-    if mapping.time is None:
-        place = figure = _figure(*size)
-    else:
-        figure = _figure(size[0] + GAINS_SIZE[0], max(size[1], GAINS_SIZE[1]))
-        halves: Any = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0]))
-        place, beside = halves
-        _draw_gains(beside, mapping.time)
-    for axes, table in zip(_heat_maps(place, tables, titles, "rank", label), tables, strict=True):
-        waiting = table.max(axis=1) > 1 + 1e-6
-        marks = {"marker": "s", "s": 26, "facecolors": "none", "edgecolors": "#b3261e"}
-        axes.scatter(table.argmax(axis=1)[waiting], np.nonzero(waiting)[0], **marks)
-    write_picture(path, figure)
+    whole = size if mapping.time is None else (size[0] + GAINS_SIZE[0], max(size[1], GAINS_SIZE[1]))
+    with picture(path, figsize=whole, **LOOK) as figure:
+        place: Figure | SubFigure = figure
+        if mapping.time is not None:
+            halves: Any = figure.subfigures(1, 2, width_ratios=(size[0], GAINS_SIZE[0]))
+            place, beside = halves
+            _draw_gains(beside, mapping.time)
+        for axes, table in zip(_heat_maps(place, tables, titles, "rank", label), tables, strict=True):
+            waiting = table.max(axis=1) > 1 + 1e-6
+            marks = {"marker": "s", "s": 26, "facecolors": "none", "edgecolors": RED}
+            axes.scatter(table.argmax(axis=1)[waiting], np.nonzero(waiting)[0], **marks)
 
 
 def draw_profile(profile: BudgetProfile, path: str | Path | io.BytesIO) -> None:
@@ -64,9 +64,8 @@ def draw_profile(profile: BudgetProfile, path: str | Path | io.BytesIO) -> None:
     detail = ", ".join(word for word in (profile.method, prompts) if word)
     size = (min(16.0, max(3.2, 0.34 * heads)) + 1.9, min(24.0, 0.22 * layers) + 1.6)
     title, label = f"{name}\n{detail}" if detail else name, "kept tokens, mean over prompts"
-    figure = _figure(*size)
-    _heat_maps(figure, table[None], [title], "KV head", label)
-    write_picture(path, figure)
+    with picture(path, figsize=size, **LOOK) as figure:
+        _heat_maps(figure, table[None], [title], "KV head", label)
 
 
 def _draw_gains(place: SubFigure, time: StepTime) -> None:
@@ -79,19 +78,15 @@ def _draw_gains(place: SubFigure, time: StepTime) -> None:
     widest = max(0.5, 2 * float(np.abs(np.log2(table)).max()))
     axes.imshow(np.log2(table), cmap="RdBu", vmin=-widest, vmax=widest, aspect="auto")
     for row, column in np.ndindex(table.shape):
-        axes.text(column, row, f"{table[row, column]:.2f}", ha="center", va="center", fontsize=8, color=INK)
+        axes.text(column, row, f"{table[row, column]:.2f}", ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(kept)), [f"{tokens:g}" for tokens in kept])
     axes.set_yticks(range(len(batches)), [f"{batch}" for batch in batches])
-    axes.set_xlabel("kept tokens a head, the mean", fontsize=9, color=INK)
-    axes.set_ylabel("batch", fontsize=9, color=INK)
+    axes.set_xlabel("kept tokens a head, the mean")
+    axes.set_ylabel("batch")
     axes.tick_params(labelsize=8, colors=FAINT, length=0)
     own = f"{time.gain:.3f} at batch {time.batch} and {time.kept:.0f} tokens, {time.hardware}"
-    axes.set_title(f"predicted gain of a step over contiguous heads\n{own}", fontsize=9, color=INK)
+    axes.set_title(f"predicted gain of a step over contiguous heads\n{own}", fontsize=9)
     axes.invert_yaxis()
-
-
-def _figure(width: float, height: float) -> Figure:
-    return Figure(figsize=(width, height), dpi=130, facecolor="white", layout="constrained")
 
 
 def _heat_maps(
@@ -102,16 +97,16 @@ def _heat_maps(
     highest = max(1.0, float(tables.max()))
     for axes, table, title in zip(all_axes, tables, titles, strict=True):
         axes.imshow(table, cmap="Blues", vmin=0.0, vmax=highest, aspect="auto", interpolation="nearest")
-        axes.set_title(title, fontsize=9, color=INK)
-        axes.set_xlabel(across, fontsize=9, color=INK)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel(across)
         axes.set_xticks(range(0, table.shape[1], max(1, table.shape[1] // 16)))
         axes.tick_params(labelsize=8, colors=FAINT, length=0)
         for side in axes.spines.values():
             side.set_visible(False)
     layers = tables.shape[1]
-    all_axes[0].set_ylabel("layer", fontsize=9, color=INK)
+    all_axes[0].set_ylabel("layer")
     all_axes[0].set_yticks(range(0, layers, max(1, layers // 16)))
     bar = figure.colorbar(all_axes[-1].images[0], ax=all_axes, fraction=0.05, pad=0.03)
-    bar.set_label(label, fontsize=8, color=INK)
+    bar.set_label(label, fontsize=8)
     bar.ax.tick_params(labelsize=8, colors=FAINT, length=0)
     return all_axes

@@ -33,16 +33,24 @@ class Wanted:
     columns: int
     picked: IntArray | None
     """Which of the columns are given back, in which order; None for each once."""
+    flat: bool = False
+    """Whether they are one row of the output, sequence behind sequence: of each another number is asked for."""
 
     @classmethod
     def of(cls, keep: Any, new: NDArray[np.bool_], pasts: IntArray) -> Wanted:
         """What ``logits_to_keep`` asks for of new slots ``[B, T]`` behind ``[B]``, of which some are padding.
+
+        A NumPy array ``[B]`` asks for so many last ones of each row, which has padding on its right alone.
 
         Raises
         ------
         ValueError
             If columns are asked for that there are not.
         """
+        if isinstance(keep, np.ndarray):
+            rows, index = np.repeat(np.arange(len(new)), keep), np.arange(keep.sum())
+            slots = (pasts + new.sum(1) - np.cumsum(keep))[rows] + index
+            return cls(rows, slots, index, len(index), None, flat=True)
         if new.shape[1] == 1 and not isinstance(keep, Tensor) and new.all():
             # As in decoding: many calls for little.
             return cls(np.arange(len(new)), pasts, np.zeros(len(new), dtype=np.int64), 1, None)
@@ -87,9 +95,9 @@ class Wanted:
 
 
 class LastRows(NamedTuple):
-    """Of so many packed rows of a pass, those whose results the output head reads."""
+    """Of so many packed rows of a pass, those whose results the output head reads; None: all of them."""
 
-    rows: Tensor
+    rows: Tensor | None
     length: int
     queries: bool
     """Whether the last attention computes no other queries."""

@@ -228,7 +228,8 @@ class PassPlanner:
         if self.config.decode != "auto":
             return self.config.decode
         mean = sum(workload.cached) // len(workload.cached) // DECODE_STEPS * DECODE_STEPS
-        known = Workload(workload.new, (mean,) * len(workload.cached), workload.size)
+        new = -(-workload.total_new // len(workload.new))
+        known = Workload((new,) * len(workload.new), (mean,) * len(workload.cached), workload.size)
         if known not in self._decode_methods:
             if len(self._decode_methods) >= KEPT_CHOICES:
                 self._decode_methods.clear()

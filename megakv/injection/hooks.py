@@ -43,7 +43,7 @@ class ForwardHooks:
     """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
     `here` says whether its weights stay where they are, of which context-parallel ranks may decode with slices;
-    `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be CUDA graphs;
+    `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be captured;
     `traits` are what was found of the model, for its runtime.
     """
 
@@ -67,6 +67,7 @@ class ForwardHooks:
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
+        self.products = products
         self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
         if here and runtime.planner.may_slice:
@@ -76,8 +77,8 @@ class ForwardHooks:
             )
         self._layers = TokenLayers(model, products, self._slices, runtime, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
-        graphs = graphs and in_memory and self._positions.taken and not length_dependent
-        captured = step_graphs(model, runtime) if graphs else None
+        graphs = graphs and self._positions.taken and not length_dependent
+        captured = step_graphs(model, runtime, capture=graphs) if in_memory else None
         self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
         # A turn that may be compressed is not computed in slices.
         slices = in_memory and self._slices is not None and runtime.compressor is None
@@ -226,7 +227,7 @@ class ForwardHooks:
         index = step.last.rows
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
-            inputs["logits_to_keep"] = index
+            inputs["logits_to_keep"] = 0 if index is None else index
 
     # After
 
@@ -282,7 +283,8 @@ class ForwardHooks:
         wanted, comm, device = step.wanted, self._runtime.comm, logits.device
         everywhere = step.state.gathered_logits is logits
         mine = logits[0, : len(step.local)] if self._keeps_logits else logits[0, upload(step.local, device)]
-        shape = step.batch, wanted.columns, logits.shape[-1]
+        batch = 1 if wanted.flat else step.batch
+        shape = batch, wanted.columns, logits.shape[-1]
         shared: Tensor | None = None
         for owner in range(1 if step.layout.replicated else step.layout.size):
             rows, _ = step.wanted_of(owner)
@@ -292,12 +294,13 @@ class ForwardHooks:
             piece = mine.contiguous() if own else logits.new_empty((len(rows), logits.shape[-1]))
             if not everywhere:
                 comm.broadcast(piece, owner * comm.mesh.tp_size, operation="logits")
-            if len(rows) == step.batch * wanted.columns:
+            if len(rows) == batch * wanted.columns:
                 # All of them, in their order.
                 shared = piece.view(shape)
                 break
             shared = logits.new_zeros(shape) if shared is None else shared
-            shared[upload(wanted.sequence[rows], device), upload(wanted.column[rows], device)] = piece
+            sequence = 0 * rows if wanted.flat else wanted.sequence[rows]
+            shared[upload(sequence, device), upload(wanted.column[rows], device)] = piece
         shared = logits.new_zeros(shape) if shared is None else shared
         return shared if wanted.picked is None else shared[:, upload(wanted.picked, device)]
 

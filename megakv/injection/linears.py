@@ -4,7 +4,6 @@ them, for ranks that divide them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,11 @@ from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.placement.slices import Ranges
 from megakv.weights.products import (
     PLAIN,
+    TORCH,
     Products,
     autocast,
     few_rows,
-    padded_product,
     rows_product,
-    widened_product,
 )
 from megakv.weights.quantised import is_plain_linear
 from megakv.weights.tensor_parallel import RowParallelLinear
@@ -45,18 +43,15 @@ class FewRowsForward:
         """``[..., in]`` to ``[..., out]``."""
         if self.sliced is not None and (out := self.sliced(x)) is not None:
             return out
-        if few_rows(x):
-            return self._whole(x, functools.partial(rows_product, products=self.products))
-        if x.device.type != "cpu" or x.element_size() != 2 or x.dtype != self.linear.weight.dtype or autocast(x):
-            return self.before(x)
-        return self._whole(x, widened_product if self.products.widens else padded_product)
-
-    def _whole(self, x: Tensor, product: Callable[..., Tensor]) -> Tensor:
-        """The product; of a linear that is spread over tensor-parallel ranks, the sum over them."""
         linear: Any = self.linear
+        if not few_rows(x):
+            own = self.products.many == TORCH and x.element_size() != 2
+            if own or x.device.type != "cpu" or x.dtype != linear.weight.dtype or autocast(x):
+                return self.before(x)
         if not isinstance(linear, RowParallelLinear):
-            return product(x, linear.weight, linear.bias)
-        out = linear.all_reduce(product(x, linear.weight))
+            return rows_product(x, linear.weight, linear.bias, self.products)
+        # Spread over tensor-parallel ranks: the sum over them.
+        out = linear.all_reduce(rows_product(x, linear.weight, None, self.products))
         return out if linear.bias is None else out + linear.bias
 
 
@@ -94,7 +89,7 @@ def product(
     products: Products = PLAIN,
 ) -> Tensor:
     """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
-    own = few_rows(x) and weight.stride(-1) == 1
+    own = weight.stride(-1) == 1 and not autocast(x)
     return rows_product(x, weight, bias, products) if own else F.linear(x, weight, bias)
 
 

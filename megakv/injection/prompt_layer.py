@@ -1,7 +1,8 @@
 """A decoder layer of the Llama kind around its attention, for many rows on processors, a block of rows at a time.
 
-Products are PyTorch's; what lies between them is compiled. By itself PyTorch writes and reads each step of it, several
-times as wide as hidden states, in memory that a long prompt takes anew: of a block it stays in caches.
+Where MegaKV's products are as fast as any, a block is two compiled calls. Else products are another library's, and what
+lies between them is compiled. By itself PyTorch writes and reads each step of it, several times as wide as hidden
+states, in memory that a long prompt takes anew: of a block it stays in caches.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ import torch
 from torch import Tensor
 
 from megakv.attention.layer import LayerCalls, Weight
-from megakv.weights.products import padded_product, widened_product
+from megakv.weights.products import Products, many_product, widened_product
 
 LEAST_ROWS = 65
 """Rows from which on layers are computed so; of fewer, products are other ones."""
 ROWS = 1024
 """Rows of a block, about: products of fewer take longer (measured, with hidden states of 576 to 2,048)."""
+LEAST_BLOCK, BLOCK_ELEMENTS = 256, 1 << 22
+"""Rows of a block of compiled calls at least, and what a feed-forward may have inside of it: more would be memory that
+is taken anew in every call."""
 MOST_WIDENED = 1 << 24
 """Elements of a layer's weights that are widened for all blocks at once."""
 
@@ -32,9 +36,9 @@ class Blocks:
         self.least_rows, self._rows = LEAST_ROWS, ROWS
         self._memory = torch.empty(0, dtype=torch.float32, device="cpu")
 
-    def of(self, rows: int) -> Iterator[slice]:
+    def of(self, rows: int, most: int = ROWS) -> Iterator[slice]:
         """Of about the same length."""
-        count = max(round(rows / self._rows), 1)
+        count = max(round(rows / min(self._rows, most)), 1)
         bounds = [rows * at // count for at in range(count + 1)]
         return map(slice, bounds, bounds[1:])
 
@@ -55,19 +59,25 @@ class Blocks:
 
 
 class PromptLayer:
-    """What one rank computes of a layer; numbers of 16 bits in float32, where a processor `widens` them."""
+    """What one rank computes of a layer; numbers of 16 bits in float32, where a processor is faster with those."""
 
-    def __init__(self, calls: LayerCalls, blocks: Blocks, *, widens: bool):
-        self._calls, self._blocks = calls, blocks
-        self._dtype = torch.float32 if widens else calls.dtype
+    def __init__(self, calls: LayerCalls, blocks: Blocks, products: Products):
+        self._calls, self._blocks, self._products = calls, blocks, products
+        self._dtype = torch.float32 if products.widens and not products.fuses else calls.dtype
+        width = max(len(calls.weights.up.weight), 1)
+        self._most = max(BLOCK_ELEMENTS // width, LEAST_BLOCK) if products.fuses else ROWS
 
     def project(self, x: Tensor, cos: Tensor, sin: Tensor, wanted: Tensor | None = None) -> Tensor:
         """``[L, q + k + v]`` of hidden states ``[1, L, h]``, rotated by ``[1, L, D]``; of the rows that are not
-        `wanted`, if that is said, queries are zero.
+        `wanted`, if that is said, queries may be zero.
         """
         weights, calls, rows = self._calls.weights, self._calls, x[0]
-        parts = self._weights([weights.q, weights.k, weights.v])
         packed = x.new_empty((len(rows), sum(calls.widths)))
+        if self._products.fuses:
+            for block in self._blocks.of(len(rows), self._most):
+                calls.project(rows[block], cos[0, block], sin[0, block], whole=True, out=packed[block])
+            return packed
+        parts = self._weights([weights.q, weights.k, weights.v])
         columns = packed.split(calls.widths, dim=1)
         every = slice(None) if wanted is None else slice(1, None)
         for block in self._blocks.of(len(rows)):
@@ -82,7 +92,7 @@ class PromptLayer:
     def _multiply(self, rows: Tensor, parts: Sequence[Weight], into: Sequence[Tensor]) -> None:
         _, normed = self._calls.normed(rows, None, self._dtype, behind=False)
         for part, to in zip(parts, into, strict=True):
-            to.copy_(_product(normed, part))
+            to.copy_(self._product(normed, part))
 
     def outputs(self, x: Tensor, attended: Tensor, sums: tuple[Sum | None, Sum | None]) -> Tensor:
         """The layer's hidden states ``[1, L, h]``, of such before attention and of what was attended to,
@@ -93,15 +103,21 @@ class PromptLayer:
         out = torch.empty_like(x)
         projected = None if sum_attended is None else sum_attended(self._projected(attended, o))
         parts = None if sum_down is None else torch.empty_like(x)
-        for block in self._blocks.of(x.shape[1]):
+        for block in self._blocks.of(x.shape[1], self._most):
             rows = x[0, block]
+            if self._products.fuses:
+                added = (attended if projected is None else projected)[0, block].contiguous()
+                # Behind attention, and what the feed-forward makes of it: their sum, where this rank has all of it.
+                into = (None, out[0, block]) if parts is None else (out[0, block], parts[0, block])
+                self._calls.feed_forward(rows, added, projected=projected is not None, whole=parts is None, into=into)
+                continue
             if projected is None:
-                added = _product(attended[0, block].to(self._dtype), o)
+                added = self._product(attended[0, block].to(self._dtype), o)
             else:
                 added = projected[0, block].to(self._dtype)
             middle, normed = self._calls.normed(rows, added, self._dtype, behind=True)
-            inner = self._calls.gated(_product(normed, gate), _product(normed, up))
-            found = _product(inner, down)
+            inner = self._calls.gated(self._product(normed, gate), self._product(normed, up))
+            found = self._product(inner, down)
             if parts is None:
                 torch.add(middle, found.to(x.dtype), out=out[0, block])
             else:
@@ -111,14 +127,13 @@ class PromptLayer:
     def _projected(self, attended: Tensor, o: Weight) -> Tensor:
         out = attended.new_empty((*attended.shape[:2], len(o.weight)))
         for block in self._blocks.of(attended.shape[1]):
-            out[0, block] = _product(attended[0, block].to(self._dtype), o)
+            out[0, block] = self._product(attended[0, block].to(self._dtype), o)
         return out
 
     def _weights(self, parts: list[Weight]) -> list[Weight]:
         return parts if self._dtype == self._calls.dtype else self._blocks.widened(parts)
 
-
-def _product(x: Tensor, part: Weight) -> Tensor:
-    if x.dtype != part.weight.dtype:
-        return widened_product(x, part.weight, part.bias)
-    return padded_product(x, part.weight, part.bias)
+    def _product(self, x: Tensor, part: Weight) -> Tensor:
+        if x.dtype != part.weight.dtype:
+            return widened_product(x, part.weight, part.bias)
+        return many_product(x, part.weight, part.bias, self._products)

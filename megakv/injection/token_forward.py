@@ -152,7 +152,7 @@ class TokenLayer:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
         attention, (cos, sin) = self._attention, embeddings
         last = step.last if attention.layer_idx == self._runtime.traits.last_layer else None
-        wanted = None if last is None or len(last.rows) == last.length else last.rows
+        wanted = None if last is None else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
         scoring = scoring_of(attention.scaling, window, None)
         q, k, v = plan.calls.heads(found)
@@ -177,8 +177,9 @@ class TokenLayer:
         if call is None or one is None or x.shape[-2] != one.length:
             return None
         layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
-        every = call.like is not None and layers == list(range(len(step.cache)))
-        tables = one.places(step.cache, call.like) if every else None
+        tables = None
+        if call.like is not None and layers == list(range(len(step.cache))):
+            tables = one.places(step.cache, call.like)
         if tables is None and (tables := self._each(step, one, layers, call)) is None:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
@@ -279,7 +280,7 @@ class TokenLayer:
         if summands is None and isinstance(down, RowParallelLinear):
             summands = lambda own: down.all_reduce(own)[None]  # noqa: E731
         projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
-        prompt = PromptLayer(calls, self._blocks, widens=self._products.widens)
+        prompt = PromptLayer(calls, self._blocks, self._products)
         return _Plan(calls, gather, projects, summands, self._whole(calls, gather, o_part, down_part), prompt)
 
     def _whole(self, calls: LayerCalls, gather: Any, o_part: Any, down_part: Any) -> WholeLayer | None:

@@ -26,14 +26,13 @@ class OffloadConfig(Section):
     to be fastest."""
 
     objective: Literal["latency", "throughput"] = "latency"
-    """What ``weights`` and ``num_gpu_batches`` are chosen for where they are left out: the shortest time of a step,
-    weights on the accelerator and layers row by row; or most tokens per second of a whole batch, column by column and
-    weights in host memory where that is predicted to give more: docs/offload.md#row-by-row-or-column-by-column."""
+    """What ``num_gpu_batches`` is chosen for where it is left out: the shortest time of a step, row by row; or most
+    tokens per second of a whole batch, column by column where that has no room otherwise:
+    docs/offload.md#row-by-row-or-column-by-column."""
 
-    weights: Literal[False, True, "disk"] | None = None
+    weights: Literal[False, True, "disk"] = False
     """Whether the decoder layers' weights lie in host memory too (``true``), or on disk, and come layer by layer: what
-    DeepSpeed's ``offload_param`` calls ``cpu`` and ``nvme``. They come out of ``host_gb``, or ``disk_gb``, first.
-    ``null``: as ``objective`` has it."""
+    DeepSpeed's ``offload_param`` calls ``cpu`` and ``nvme``. They come out of ``host_gb``, or ``disk_gb``, first."""
 
     num_gpu_batches: int | None = Field(None, ge=1)
     """Groups in which the sequences of a batch go through each layer: keys and values are brought for one group at a
@@ -54,10 +53,6 @@ class OffloadConfig(Section):
 
     disk_path: str = "."
     """Folder of the file on disk."""
-
-    disk_io: Literal["files", "direct"] = "files"
-    """How the file is read: ``files`` through the page cache, which serves rows from memory that nobody else uses;
-    ``direct`` past it, four reads of 1 MiB at a time, for hosts without memory to spare."""
 
     device_gb: float = Field(0.0, ge=0, le=MOST)
     """Accelerator memory of each rank in GiB for keys and values that stay there, the last ones of each sequence."""

@@ -8,10 +8,8 @@ import os
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 
 import torch
 from torch import Tensor
@@ -27,14 +25,8 @@ LEAST_PROBE_BYTES, GROWTH = 64 << 10, 4
 """What is measured with first, and how many times as many bytes come next."""
 ENOUGH_S, REPEATS = 0.3, 2
 """Once measuring has taken so long, no more follow: a slow disk shows its speed with few bytes."""
-ALIGNMENT = 4096
-"""Reads past the page cache begin and end at multiples of the disk's blocks, in memory and in the file."""
-DIRECT_BYTES, READERS = 1 << 20, 4
-"""Size of a read past the page cache, and how many are under way at a time."""
 MAP_NORESERVE = 0x4000
 """Linux takes memory for such a map page by page, as they are written: its length may be beyond what there is."""
-SMALL_BYTES = 64 << 10
-"""Fewer bytes are read through the page cache in any case."""
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -65,20 +57,18 @@ class DiskTier:
     """A file without a name, reserved at once, so that the disk cannot fill while tokens are generated.
 
     Should it fail nevertheless, rows that it refuses stay in host memory, beyond the budget, with a warning. The file
-    is gone when the process ends, however that happens. With ``direct`` as `io` (`megakv.offload.disk_io`) several
-    reads at a time go past the page cache.
+    is gone when the process ends, however that happens.
     """
 
     name = "disk"
 
-    def __init__(self, budget: int, folder: str | Path, *, io: str = "files"):
+    def __init__(self, budget: int, folder: str | Path):
         self.budget = self.seam = budget
-        self.io, self._folder = io, str(folder)
+        self._folder = str(folder)
         # Once the disk has refused anything: memory as large as the file, and the parts of it that hold rows.
         self._memory: mmap.mmap | None = None
         self._refused: list[tuple[int, int]] = []
         self._lock = threading.Lock()
-        self._direct: int | None = None
         try:
             self._file = tempfile.TemporaryFile(dir=folder, prefix="megakv-")
         except OSError as error:
@@ -86,8 +76,7 @@ class DiskTier:
                 f"megakv.offload.disk_path = {self._folder!r} cannot be written to: {error.strerror}"
             ) from error
         try:
-            self._probed = -(-budget // ALIGNMENT) * ALIGNMENT
-            os.posix_fallocate(self.fileno, 0, self._probed + PROBE_BYTES)
+            os.posix_fallocate(self.fileno, 0, budget + PROBE_BYTES)
         except OSError as error:
             self._file.close()
             usage = os.statvfs(folder)
@@ -96,8 +85,6 @@ class DiskTier:
                 f"where {in_units(usage.f_bavail * usage.f_frsize)} are free for all of them ({error.strerror}); make "
                 "it smaller or choose another megakv.offload.disk_path"
             ) from error
-        if io == "direct":
-            self._read_past_cache()
 
     @property
     def fileno(self) -> int:
@@ -106,7 +93,7 @@ class DiskTier:
     @property
     def place(self) -> str:
         """Which disk it is, and how it is read."""
-        return f"{Path(self._folder).resolve()} ({self.io})"
+        return f"{Path(self._folder).resolve()} (files)"
 
     def rows(self, offset: int, count: int, width: int, dtype: torch.dtype) -> FileRows:
         return self.at(offset, count * width * dtype.itemsize)
@@ -120,8 +107,7 @@ class DiskTier:
         # The disk that refuses to be written to may not be readable either.
         if self._kept(offset, memory):
             return
-        past_cache = self._direct is not None and len(memory) >= SMALL_BYTES
-        (self._read_direct if past_cache else self._read)(offset, memory)
+        self._read(offset, memory)
         # Whoever reads rows has waited for those that were written: only then may some of them have been refused.
         self._kept(offset, memory)
 
@@ -135,46 +121,6 @@ class DiskTier:
                     memory[low - offset : high - offset] = memoryview(self._memory)[low:high]
                     whole |= high - low == len(memory)
         return whole
-
-    def _read_past_cache(self) -> None:
-        """Open the file once more, and look whether its file system takes such reads."""
-        self._threads, self._buffers = ThreadPoolExecutor(READERS, "disk"), SimpleQueue[mmap.mmap]()
-        for _ in range(READERS):
-            self._buffers.put(mmap.mmap(-1, DIRECT_BYTES))
-        try:
-            self._direct = os.open(f"/proc/self/fd/{self.fileno}", os.O_RDONLY | os.O_DIRECT)
-            self._read_direct(self._probed, memoryview(bytearray(ALIGNMENT)))
-        except OSError as error:
-            self.close()
-            raise ValueError(
-                f"megakv.offload.disk_io = 'direct': the file system of {self._folder!r} cannot read past the page "
-                f"cache ({error.strerror}); use 'files'"
-            ) from error
-
-    def _read_direct(self, offset: int, memory: memoryview) -> None:
-        """Read in pieces, several at a time, through memory that is aligned as the disk wants it."""
-        end, direct = offset + len(memory), self._direct
-        assert direct is not None
-
-        def read(first: int) -> None:
-            low, high = max(first, offset), min(first + DIRECT_BYTES, end)
-            buffer = self._buffers.get()
-            try:
-                piece = memoryview(buffer)[: -(-(high - first) // ALIGNMENT) * ALIGNMENT]
-                if os.preadv(direct, [piece], first) < high - first:
-                    # The plain way reads on, or says what is wrong.
-                    self._read(low, memory[low - offset : high - offset])
-                else:
-                    memory[low - offset : high - offset] = piece[low - first : high - first]
-            finally:
-                self._buffers.put(buffer)
-
-        starts = range(offset // ALIGNMENT * ALIGNMENT, end, DIRECT_BYTES)
-        pieces = [self._threads.submit(read, first) for first in starts]
-        # Nobody writes to memory of a read that has failed.
-        wait(pieces)
-        for each in pieces:
-            each.result()
 
     def _read(self, offset: int, memory: memoryview) -> None:
         done = 0
@@ -233,12 +179,12 @@ class DiskTier:
             # Some file systems would not write zeros.
             memory, seconds = bytearray(os.urandom(nbytes)), []
             try:
-                # Past the page cache only what is read here must be on the disk, not all that a prompt has left there.
-                os.pwritev(self.fileno, [memory], self._probed, os.RWF_DSYNC)
+                # Only what is read here must be on the disk, not all that a prompt has left in the page cache.
+                os.pwritev(self.fileno, [memory], self.budget, os.RWF_DSYNC)
                 for _ in range(REPEATS):
-                    os.posix_fadvise(self.fileno, self._probed, nbytes, os.POSIX_FADV_DONTNEED)
+                    os.posix_fadvise(self.fileno, self.budget, nbytes, os.POSIX_FADV_DONTNEED)
                     started = time.perf_counter()
-                    self.read(self._probed, memoryview(memory))
+                    self.read(self.budget, memoryview(memory))
                     seconds.append(time.perf_counter() - started)
             except OSError:
                 # What it refuses is said when it matters.
@@ -248,10 +194,6 @@ class DiskTier:
         return rate
 
     def close(self) -> None:
-        if self._direct is not None:
-            self._threads.shutdown()
-            os.close(self._direct)
-            self._direct = None
         self._file.close()
         self._memory = None
         self._refused = []

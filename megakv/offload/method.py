@@ -97,11 +97,11 @@ class OffloadMethod(Protocol):
 METHODS: Registry[OffloadMethod] = Registry(
     "offload method",
     {
-        "stream": "megakv.offload.stream:Stream",
+        "stream": "megakv.offload.steady:Stream",
         "kvpr": "megakv.offload.kvpr:KVPR",
-        "chunked": "megakv.offload.chunked:Chunked",
-        "cpu_rank": "megakv.offload.cpu_rank:CPURank",
-        "all": "megakv.offload.cpu_rank:All",
+        "chunked": "megakv.offload.steady:Chunked",
+        "cpu_rank": "megakv.offload.steady:CPURank",
+        "all": "megakv.offload.steady:All",
     },
     make=lambda kind: kind(),
 )

@@ -155,6 +155,6 @@ def made_tiers(config: OffloadConfig, weights: LayerWeights | None, *, pin: bool
     tiers: list[Tier] = [HostTier(config.host_bytes - held, pin=pin, unit=page)]
     made.callback(tiers[0].close)
     if left >= page:
-        tiers.append(DiskTier(left, config.disk_path, io=config.disk_io))
+        tiers.append(DiskTier(left, config.disk_path))
         made.callback(tiers[1].close)
     return tiers

@@ -1,4 +1,4 @@
-"""What the JSON leaves to its objective: where weights lie, decided at start, and the groups of each batch."""
+"""Groups of each batch, where the JSON leaves them to its objective."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from contextlib import suppress
 from deepspeed.accelerator import get_accelerator
 from transformers import PreTrainedModel
 
-from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.memory import (
     RESERVE,
     STAGED_LAYERS,
@@ -21,8 +20,7 @@ from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import Layout
 from megakv.offload.cache import OffloadedCache, is_single
 from megakv.offload.config import OffloadConfig
-from megakv.offload.profile import read_profile
-from megakv.offload.times import BatchRate, best_rate, group_counts
+from megakv.offload.times import group_counts
 
 ROWS = "row by row"
 
@@ -30,42 +28,6 @@ ROWS = "row by row"
 def accelerator_room() -> int:
     """Bytes of the accelerator that may still be used."""
     return int(get_accelerator().available_memory() * (1 - RESERVE))
-
-
-def weights_by_objective(
-    config: OffloadConfig, model: ModelShape | None, *, room: int, longest: int | None, cp_size: int, tp_size: int
-) -> tuple[bool, str]:
-    """Whether weights that the JSON leaves to throughput lie in host memory, and why.
-
-    room: bytes of the accelerator before any weight is loaded; 0 where its memory is the host's.
-    longest: tokens of a sequence, as ``max_out_tokens`` bounds them.
-    """
-    stay = "weights stay on the accelerator: "
-    if not room:
-        return False, f"{stay}its memory is the host's, so they would make no room"
-    if model is None:
-        return False, f"{stay}nothing is predicted, as the model's config does not tell its sizes"
-    if longest is None:
-        return False, f"{stay}nothing is predicted without max_out_tokens, which says what batches have room"
-    found, profile = read_profile(config, model.dtype), None
-    if found is not None:
-        with suppress(ValueError):
-            # An engine's own file lacks what megakv profile measures.
-            profile = HardwareProfile.model_validate(found.model_dump())
-    if profile is None or profile.host_link is None:
-        return False, f"{stay}nothing is predicted without megakv.offload.profile, a file of megakv profile"
-    rates = [
-        best_rate(
-            profile, profile.host_link, model, tokens=longest, room=room, host=config.host_bytes + config.disk_bytes,
-            weights=away, plan=config.method, cp_size=cp_size, tp_size=tp_size, sharers=profile.devices_per_host or 1,
-        )
-        for away in (False, True)
-    ]  # fmt: skip
-    here, there = (_rate_words(rate) for rate in rates)
-    least = 0.0 if rates[0] is None else rates[0].tokens_per_s
-    if rates[1] is not None and rates[1].tokens_per_s > least:
-        return True, f"weights lie in host memory: {there} predicted, {here} with weights on the accelerator"
-    return False, f"{stay}{here} predicted, {there} with weights in host memory"
 
 
 class GroupSchedule:
@@ -130,9 +92,3 @@ class GroupSchedule:
 
 def _words(count: int) -> str:
     return ROWS if count == 1 else f"column by column, {count} groups"
-
-
-def _rate_words(rate: BatchRate | None) -> str:
-    if rate is None:
-        return "no room for one sequence"
-    return f"{rate.tokens_per_s:.3g} tokens/s ({rate.batch} sequences in {rate.groups} groups)"

@@ -125,7 +125,7 @@ class LayerWeights:
                     f"megakv.offload.weights = 'disk' needs {needed.format('disk space')}; megakv.offload.disk_gb "
                     f"holds {in_units(config.disk_bytes)}: raise it",
                 )
-            self.tier = DiskTier(self.nbytes, config.disk_path, io=config.disk_io)
+            self.tier = DiskTier(self.nbytes, config.disk_path)
         else:
             if self.nbytes >= config.host_bytes:
                 raise CombinationError(

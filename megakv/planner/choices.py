@@ -198,8 +198,8 @@ def choice_config(
         if choice.memory.disk:
             section["offload"]["disk_gb"] = float(round(choice.memory.disk / GIB + 0.5))
         # What was predicted is named, so that it is obeyed.
-        if choice.fit.weights or objective == "throughput":
-            section["offload"]["weights"] = choice.fit.weights
+        if choice.fit.weights:
+            section["offload"]["weights"] = True
         if choice.fit.groups > 1 or objective == "throughput":
             section["offload"]["num_gpu_batches"] = choice.fit.groups
     names = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

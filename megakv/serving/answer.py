@@ -1,4 +1,4 @@
-"""One answer under way: its tokens, how many of them are in its cache, and where in the tree it is."""
+"""One answer under way: its tokens, how many are in its cache, where in the tree it is, and its part of a pass."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Literal
 
 import numpy as np
 
+from megakv.serving.lookups import StreamLookup
+from megakv.serving.pass_times import PassSize
 from megakv.serving.prefix_node import Node, Tokens, common
 from megakv.serving.request import Request
 from megakv.serving.sampler import Sampler
@@ -47,6 +49,8 @@ class Answer:
     counted: bool = False
     """Whether its prompt is part of what was counted, and its client knows that it runs."""
     token_at: float | None = None
+    lookup: StreamLookup | None = None
+    """None where its next tokens are not looked up."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -72,6 +76,16 @@ class Answer:
     def most(self) -> int:
         """Tokens that it may come to."""
         return len(self.request.prompt) + self.request.max_new_tokens
+
+    @property
+    def proposable(self) -> int:
+        """Candidates for its next tokens at most: behind them comes one more."""
+        return self.most - len(self.tokens) - 1
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end it."""
+        return self.request.stop_ids
 
     @property
     def left(self) -> int:
@@ -104,3 +118,23 @@ class Answer:
     def wait(self, root: Node) -> None:
         """It has no cache any more."""
         self.state, self.node, self.cached, self.hits, self.number = "waiting", root, 0, 0, 0
+
+
+@dataclass
+class Part:
+    """An answer in a pass: so many of its tokens, and candidates for those that follow."""
+
+    answer: Answer
+    new: int
+    candidates: list[int] = field(default_factory=list)
+    row: int = 0
+    """Of the logits behind its last token, or behind the last candidate that has come true."""
+
+
+@dataclass
+class Pass:
+    """What a plan computes."""
+
+    parts: list[Part]
+    size: PassSize
+    awaited: list[Node]

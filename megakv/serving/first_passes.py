@@ -113,6 +113,7 @@ def first_passes(engine: MegaKVEngine, settings: ServingSettings) -> FirstPasses
     times = PassTimes(engine.most_mixed)
     times.add(PassSize(sequences=1, context=TOKENS + 1), step_s)
     try:
+        _time_candidates(engine, settings, kv, times, step_s)
         _time_sequences(engine, settings, kv, times, step_s)
         _time_prompts(engine, settings, kv, times, step_s)
     except PeerLostError:
@@ -136,6 +137,26 @@ def _time_sequences(
             stack.callback(cache.reset)
         seconds = [_seconds(engine, caches, 1) for _ in range(3)][-1]
     times.add(PassSize(sequences=sequences, context=2 * sequences), seconds)
+
+
+def _time_candidates(
+    engine: MegaKVEngine, settings: ServingSettings, kv: KVMemory, times: PassTimes, step_s: float
+) -> None:
+    """A token with candidates for those that follow, as many as there may be and a single one."""
+    most = settings.prompt_lookup
+    length = TOKENS + 1 + most
+    if not most or kv.tokens < length or not (_takes(engine, length) and _is_short(engine, (1 + most) * step_s)):
+        return
+    with ExitStack() as stack:
+        cache = _new_cache(engine)
+        stack.callback(cache.reset)
+        _seconds(engine, [cache], TOKENS)
+        # What a first one makes is there for all others.
+        for number, count in enumerate((most, most, most, 1)):
+            seconds = _seconds(engine, [cache], 1 + count, candidates=(count,))
+            cache.cut_back(TOKENS)
+            if number:
+                times.add(PassSize(sequences=1, context=TOKENS, candidates=count), seconds)
 
 
 def _time_prompts(
@@ -171,8 +192,8 @@ def _new_cache(engine: MegaKVEngine) -> ShardedCache:
     return engine.new_cache(forgets=False, compresses=False)
 
 
-def _seconds(engine: MegaKVEngine, caches: Sequence[ShardedCache], new: int) -> float:
-    """What a pass over so many new tokens of each takes."""
+def _seconds(engine: MegaKVEngine, caches: Sequence[ShardedCache], new: int, candidates: Sequence[int] = ()) -> float:
+    """What a pass over so many new tokens of each takes, of which some may be candidates."""
     began = time.perf_counter()
-    engine.extend(caches, [[0] * new for _ in caches])
+    engine.extend(caches, [[0] * new for _ in caches], candidates=candidates)
     return time.perf_counter() - began

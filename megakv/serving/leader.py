@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from megakv.serving.admission import Admission
-from megakv.serving.answer import NEW_TOKEN, Answer
+from megakv.serving.answer import NEW_TOKEN, Answer, Part, Pass
+from megakv.serving.lookups import StreamLookup
 from megakv.serving.pass_times import PassSize
-from megakv.serving.plan import Await, Plan
-from megakv.serving.prefix_node import Node
+from megakv.serving.plan import Await, Crop, Plan
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
@@ -24,15 +24,6 @@ from megakv.serving.turns import Queue
 
 MOST_FAILURES = 2
 """An answer that was part of so many passes that failed ends with the error."""
-
-
-@dataclass
-class Pass:
-    """What a plan computes: how many tokens of which answers."""
-
-    parts: list[tuple[Answer, int]]
-    size: PassSize
-    awaited: list[Node]
 
 
 @dataclass
@@ -49,8 +40,9 @@ class Leader:
     """The answers under way, and those that wait.
 
     `capacity` and `copies` are as of `Admission`; `joins` says whether passes may have several sequences, and `keeps`
-    whether prefixes can be kept. `is_here` says whether a node that is being read from disk is there, on this rank;
-    `held` how many tokens of a cache every context-parallel rank has, by the number that ranks know it by.
+    whether prefixes can be kept; `cuts_compressed` whether candidates can be taken back out of compressed caches.
+    `is_here` says whether a node that is being read from disk is there, on this rank; `held` how many tokens of a cache
+    every context-parallel rank has, by the number that ranks know it by.
     """
 
     def __init__(
@@ -63,11 +55,13 @@ class Leader:
         copies: int | None = None,
         joins: bool = True,
         keeps: bool = True,
+        cuts_compressed: bool = True,
         is_here: Callable[[int], bool] = lambda node: True,
         held: Callable[[int], tuple[int, ...]] = lambda number: (),
     ):
         self.tree, self.counts = tree, Counts()
-        self._joins, self._keeps, self._held = joins, keeps, held
+        self._joins, self._keeps, self._held, self._cuts_compressed = joins, keeps, held, cuts_compressed
+        self._most_looked_up = settings.prompt_lookup
         self._scheduler, self._is_here, self._arrivals = scheduler, is_here, itertools.count()
         self._admission = Admission(settings, tree, self.counts, capacity=capacity, copies=copies)
         self._by_id: dict[str, Answer] = {}
@@ -83,6 +77,9 @@ class Leader:
         sampler = Sampler(request.sampling, request.logprobs, request.form)
         alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
         answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler, alone, kept)
+        most = self._most_looked_up if request.prompt_lookup is None else request.prompt_lookup
+        if (most := min(most, self._most_looked_up)) and (self._cuts_compressed or not request.compresses):
+            answer.lookup = StreamLookup(most)
         self._by_id[request.id] = answer
         self._admission.shares.enter(answer)
         self._admission.queue.add(answer)
@@ -129,17 +126,24 @@ class Leader:
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
         readers = self._admission.readers()
         choice = self._scheduler.next([self._admission.reader(answer) for answer in readers], size)
-        chosen = [(answer, 1) for answer in decoding]
+        chosen = self._decoded(decoding, size, proposes=not readers)
         if not choice.decodes:
             size, chosen = PassSize(), []
         for answer, new in zip(readers, choice.chunks, strict=True):
             if new:
-                chosen.append((answer, new))
+                chosen.append(Part(answer, new))
                 size = size.with_prompt(answer.cached, new)
         self._alone = [answer for answer in self.running if answer.alone]
         if not chosen and (alone := self._next_alone()) is not None:
             return self._planned_alone(alone)
         return self._made(chosen, size)
+
+    def _decoded(self, answers: list[Answer], size: PassSize, *, proposes: bool) -> list[Part]:
+        """A token of each, with candidates where those are of use."""
+        if not (proposes and answers):
+            return [Part(answer, 1) for answer in answers]
+        candidates = self._scheduler.proposals.of(answers, size)
+        return [Part(answer, 1, own) for answer, own in zip(answers, candidates, strict=True)]
 
     def _next_alone(self) -> Answer | None:
         """Whose turn it is of those whose passes have no other."""
@@ -154,13 +158,22 @@ class Leader:
         """
         read, end = answer.cached, len(answer.request.prompt if answer.request.compresses else answer.tokens)
         if answer.state == "decoding" or read >= end:
-            return self._made([(answer, 1)], PassSize())
+            step = PassSize(sequences=1, context=read)
+            parts = self._decoded([answer], step, proposes=answer.state == "decoding" and answer.left == 1)
+            # Compressed ones take other times than those that passes are planned by.
+            return self._made(parts, PassSize() if self._joins else step)
         reader = replace(self._admission.reader(answer), left=end - read)
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
-        return self._made([(answer, new)], PassSize().with_prompt(read, new))
+        return self._made([Part(answer, new)], PassSize().with_prompt(read, new))
 
-    def _made(self, chosen: list[tuple[Answer, int]], size: PassSize) -> Plan:
+    def _made(self, chosen: list[Part], size: PassSize) -> Plan:
         """The plan of a pass, with what becomes of prefixes."""
+        proposed = 0
+        for index, part in enumerate(chosen):
+            part.row = index + proposed
+            proposed += len(part.candidates)
+        if proposed and size != PassSize():
+            size = replace(size, candidates=proposed)
         coming = list(self.tree.loading.values())
         # Where there is nothing else to do, what is being read is waited for.
         awaited = coming if not chosen else [node for node in coming if self._is_here(node.id)]
@@ -169,10 +182,11 @@ class Leader:
         if awaited:
             commands.append(Await(tuple(node.id for node in awaited)))
         self._pass = Pass(chosen, size, awaited)
-        tokens = tuple(tuple(answer.tokens[answer.cached : answer.cached + new]) for answer, new in chosen)
+        tokens = tuple((*part.answer.tokens[part.answer.cached :][: part.new], *part.candidates) for part in chosen)
+        candidates = tuple(len(part.candidates) for part in chosen) if proposed else ()
         reset, self._reset = self._reset, False
-        numbers = tuple(answer.number for answer, _ in chosen)
-        return Plan(tuple(commands), numbers, tokens, reset)
+        numbers = tuple(part.answer.number for part in chosen)
+        return Plan(tuple(commands), numbers, tokens, candidates, reset)
 
     # What came of it
 
@@ -193,9 +207,11 @@ class Leader:
         if done.size != PassSize():
             reading = done.size.prompt_tokens > 0 or any(answer.state == "reading" for answer in self.running)
             self._scheduler.measured(done.size, outcome.seconds, reading=reading)
-        asked: list[tuple[int, Answer]] = []
-        for row, (answer, new) in enumerate(done.parts):
+        asked: list[Part] = []
+        for part in done.parts:
+            answer, new = part.answer, part.new
             answer.cached += new
+            self.counts.proposed_tokens += len(part.candidates)
             self._admission.shares.serve(answer, new if answer.state == "reading" else NEW_TOKEN * new)
             if answer.state == "reading":
                 self._admission.keep(answer, now)
@@ -204,20 +220,39 @@ class Leader:
                     ranks = self._held(answer.number)
                     answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens), ranks))
             if not answer.left:
-                asked.append((row, answer))
-        if asked:
-            logits, rows = outcome.logits, [row for row, _ in asked]
+                asked.append(part)
+        while asked:
+            # Once for the next token of each, and again for those whose candidate has come true.
+            logits, rows = outcome.logits, [part.row for part in asked]
             assert logits is not None
             # Logits of many streams are megabytes.
-            self._hand_out([answer for _, answer in asked], logits if len(rows) == len(logits) else logits[rows])
+            asked = self._hand_out(asked, logits if len(rows) == len(logits) else logits[rows])
 
-    def _hand_out(self, answers: Sequence[Answer], logits: Tensor) -> None:
+    def _hand_out(self, parts: Sequence[Part], logits: Tensor) -> list[Part]:
+        """Give out the next token of each; those come back that have one more after it."""
+        answers = [part.answer for part in parts]
         tokens = sample(logits, [answer.sampler for answer in answers], [answer.tokens for answer in answers])
-        for answer, token in zip(answers, tokens, strict=True):
-            if token is None:
-                self._end(answer, Finished("error", answer.sampler.problem))
-            else:
-                self._tell(answer, token, time.monotonic())
+        return [part for part, token in zip(parts, tokens, strict=True) if self._goes_on(part, token)]
+
+    def _goes_on(self, part: Part, token: Token | None) -> bool:
+        """Give out a token; whether it is the candidate, so that what follows it is known, too."""
+        answer = part.answer
+        if token is None:
+            self._end(answer, Finished("error", answer.sampler.problem))
+            return False
+        self._tell(answer, token, time.monotonic())
+        if not part.candidates:
+            return False
+        if token.id == part.candidates.pop(0):
+            # None is one that ends the answer.
+            part.row += 1
+            answer.cached += 1
+            self.counts.accepted_tokens += 1
+            self._admission.shares.serve(answer, NEW_TOKEN)
+            return True
+        if answer.request.id in self._by_id:
+            self.tree.commands.append(Crop(answer.number, answer.cached))
+        return False
 
     def _tell(self, answer: Answer, token: Token, now: float) -> None:
         if answer.token_at is None:
@@ -256,7 +291,7 @@ class Leader:
         it have tried that.
         """
         self.tree.forget_memory()
-        part = [] if self._pass is None else [answer for answer, _ in self._pass.parts]
+        part = [] if self._pass is None else [each.answer for each in self._pass.parts]
         self._reset, again = True, self.running
         self._admission.running, self._pass, self._alone = [], None, []
         for answer in reversed(again):

@@ -15,6 +15,7 @@ RATIOS = 12
 """Of those with prompts, so many say by how much passes exceed what was predicted."""
 FIRST_CHUNK = 32
 """New prompt tokens of the first pass."""
+FIRST_CANDIDATES = 4
 GROWTH = 2.0
 """How much more of anything than in any measured pass is trusted to a prediction."""
 MARGIN_QUANTILE = 0.9
@@ -27,7 +28,10 @@ Sample = tuple[tuple[float, ...], float]
 
 @dataclass(frozen=True)
 class PassSize:
-    """What a pass computes: new tokens of prompts, of decoding one of each sequence, and what they attend to."""
+    """What a pass computes: new tokens of prompts, of decoding one of each sequence, and what they attend to.
+
+    `candidates` are those that were looked up for what comes behind the ones that decode.
+    """
 
     prompt_tokens: int = 0
     prompt_pairs: float = 0.0
@@ -36,11 +40,12 @@ class PassSize:
     """That decode."""
     context: int = 0
     """Tokens that they attend to."""
+    candidates: int = 0
 
     def with_prompt(self, past: int, new: int) -> PassSize:
         """This and more tokens of a prompt."""
         pairs = self.prompt_pairs + new * (past + new / 2)
-        return PassSize(self.prompt_tokens + new, pairs, self.sequences, self.context)
+        return PassSize(self.prompt_tokens + new, pairs, self.sequences, self.context, self.candidates)
 
     def row(self, *, many: bool) -> tuple[float, ...]:
         """Of what it takes shares of, those of its kind among them."""
@@ -48,7 +53,8 @@ class PassSize:
         own = float(self.prompt_tokens > 0), float(self.prompt_tokens)
         other = 0.0, 0.0
         kinds = (*other, *own) if many else (*own, *other)
-        return (1.0, *kinds, self.prompt_pairs, self.sequences, self.context)
+        candidates = float(self.candidates > 0), float(self.candidates)
+        return (1.0, *kinds, self.prompt_pairs, self.sequences, self.context, *candidates)
 
 
 class PassTimes:
@@ -61,11 +67,11 @@ class PassTimes:
         self.few = few
         # Passes of one kind would soon be all there is.
         self._samples: dict[str, deque[Sample]] = {
-            kind: deque(maxlen=SAMPLES) for kind in ("single tokens", "few", "many")
+            kind: deque(maxlen=SAMPLES) for kind in ("single tokens", "candidates", "few", "many")
         }
         self._ratios: deque[float] = deque(maxlen=RATIOS)
         self._weights: np.ndarray | None = None
-        self._most_prompt = 0
+        self._most_prompt = self._most_candidates = 0
         self._stale = True
 
     def add(self, size: PassSize, seconds: float) -> None:
@@ -73,9 +79,11 @@ class PassTimes:
         if size.prompt_tokens and (expected := self.seconds(size)):
             self._ratios.append(seconds / expected)
         many = self._many(size)
-        kind = "many" if many else "few" if size.prompt_tokens else "single tokens"
+        single = "candidates" if size.candidates else "single tokens"
+        kind = "many" if many else "few" if size.prompt_tokens else single
         self._samples[kind].append((size.row(many=many), max(seconds, 1e-6)))
         self._most_prompt = max(self._most_prompt, size.prompt_tokens)
+        self._most_candidates = max(self._most_candidates, size.candidates)
         self._stale = True
 
     def seconds(self, size: PassSize) -> float:
@@ -99,6 +107,11 @@ class PassTimes:
     def trusted_prompt(self) -> int:
         """New prompt tokens up to which predictions are trusted."""
         return max(FIRST_CHUNK, int(GROWTH * self._most_prompt))
+
+    @property
+    def trusted_candidates(self) -> int:
+        """Candidates up to which predictions are trusted."""
+        return max(FIRST_CANDIDATES, int(GROWTH * self._most_candidates))
 
     def _many(self, size: PassSize) -> bool:
         return size.prompt_tokens > 0 and size.prompt_tokens + size.sequences > self.few

@@ -56,6 +56,14 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True)
+class Crop:
+    """A sequence's cache keeps so many tokens: what comes behind them was proposed, and is wrong."""
+
+    sequence: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Move:
     """A node's span goes to host memory, or back from there."""
 
@@ -100,7 +108,7 @@ class Erase:
     key: str
 
 
-Command = Split | Keep | Attach | Close | Move | Drop | Write | Load | Await | Erase
+Command = Split | Keep | Attach | Close | Crop | Move | Drop | Write | Load | Await | Erase
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +119,8 @@ class Plan:
     sequences: tuple[int, ...] = ()
     tokens: tuple[tuple[int, ...], ...] = ()
     """New ones of each of them."""
+    candidates: tuple[int, ...] = ()
+    """How many of them, the last ones, are candidates; empty where none of any sequence are."""
     reset: bool = False
     """Forget all that is in memory, before anything else: ranks may hold different things after a failure."""
     reports: bool = False

@@ -78,3 +78,6 @@ class Request:
     """That its text must have."""
     compresses: bool = False
     """Whether its cache is compressed to the engine's budget when the prompt has been read."""
+    prompt_lookup: int | None = None
+    """Of its next tokens, so many at most are looked up in those before and checked in one pass; None for as many as
+    the server's setting says, of which it takes no more."""

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from megakv.serving.lookups import Proposals
 from megakv.serving.pass_times import PassSize, PassTimes
 from megakv.serving.settings import ServingSettings
 from megakv.serving.turns import Reader, allot, turns
@@ -35,11 +36,13 @@ class Choice:
 class Scheduler:
     """How large the next pass is, for the settings and the times of passes so far.
 
-    `most_mixed` are the tokens that a pass of prompts and streams has at most.
+    `most_mixed` are the tokens that a pass of prompts and streams has at most. `proposals` are candidates for streams'
+    next tokens, in passes without prompts.
     """
 
     def __init__(self, settings: ServingSettings, times: PassTimes, *, most_mixed: float = math.inf):
         self._settings, self._times, self._most_mixed = settings, times, most_mixed
+        self.proposals = Proposals(times)
         # Seconds that decoding is behind its share.
         self._owed = 0.0
         # Streams wait for the end of a pass of prompts alone.

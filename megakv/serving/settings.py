@@ -30,9 +30,12 @@ class ServingSettings:
     """A folder that all ranks share, in which prefixes outlast the server."""
     store_gb: float = 10.0
     """Most that prefixes take there, in GB; the least recently used go first."""
+    prompt_lookup: int = 16
+    """Candidates for the next tokens of a stream, at most, that are looked up in its prompt and answer, and checked in
+    one pass where that pays; 0 for none."""
 
     def __post_init__(self) -> None:
-        whole = {"chunk_tokens": 1, "max_sequences": 1, "max_queue": 0, "host_kv_tokens": 0}
+        whole = {"chunk_tokens": 1, "max_sequences": 1, "max_queue": 0, "host_kv_tokens": 0, "prompt_lookup": 0}
         if self.kv_tokens is not None:
             whole["kv_tokens"] = 1
         for name, least in whole.items():

@@ -13,7 +13,7 @@ from megakv.cache.span import CacheSpan
 from megakv.distributed.comm import Communicator
 from megakv.engine.engine import MegaKVEngine
 from megakv.fairkv.observation import Turn
-from megakv.serving.plan import Attach, Await, Close, Drop, Erase, Keep, Load, Move, Plan, Split, Write
+from megakv.serving.plan import Attach, Await, Close, Crop, Drop, Erase, Keep, Load, Move, Plan, Split, Write
 from megakv.serving.prefix_folder import PrefixFolder
 
 HOST = torch.device("cpu")
@@ -155,6 +155,8 @@ class Worker:
                     self._caches.pop(sequence).reset()
                     self._turns.pop(sequence, None)
                     self._prompts.pop(sequence, None)
+                case Crop(sequence, tokens):
+                    self._caches[sequence].cut_back(tokens)
                 case Await():
                     for failed in self._comm.gather_objects(self._store.receive(command)):
                         unread |= failed
@@ -168,7 +170,7 @@ class Worker:
         return tuple(self._caches[sequence].table.counts().sum(1).tolist())
 
     def compute(self, plan: Plan) -> Tensor | None:
-        """Carry out its pass: the logits behind the last new token of each sequence."""
+        """Carry out its pass: the logits behind the last new token of each sequence, and behind candidates."""
         if not plan.sequences:
             return None
         caches = [self._caches[sequence] for sequence in plan.sequences]
@@ -179,7 +181,7 @@ class Worker:
             else:
                 self._prompts.pop(sequence, None)
         turn = self._turns.get(plan.sequences[0])
-        return self._engine.extend(caches, plan.tokens, turn=turn)
+        return self._engine.extend(caches, plan.tokens, turn=turn, candidates=plan.candidates)
 
 
 def blocks(held: int, new: int, layers: int) -> list[int]:

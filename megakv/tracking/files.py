@@ -102,17 +102,9 @@ def write_whole(path: str | Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def write_picture(target: str | Path | io.BytesIO, figure: Figure) -> None:
-    """Write a figure as a PNG, in its own size, to a file or into memory."""
-    buffer = target if isinstance(target, io.BytesIO) else io.BytesIO()
-    figure.savefig(buffer, format="png", dpi="figure")
-    if not isinstance(target, io.BytesIO):
-        write_whole(target, buffer.getvalue())
-
-
 @contextmanager
 def picture(target: str | Path | io.BytesIO, **options: Any) -> Iterator[Figure]:
-    """A figure with these options to draw on; at the end it is written as a PNG."""
+    """A figure with these options to draw on; at the end it is written as a PNG, to a file or into memory."""
     # Only rank 0 draws, once; importing matplotlib on every rank costs each of them half a second.
     import matplotlib
     from matplotlib.figure import Figure
@@ -120,7 +112,10 @@ def picture(target: str | Path | io.BytesIO, **options: Any) -> Iterator[Figure]
     with matplotlib.rc_context(STYLE):
         figure = Figure(**options)
         yield figure
-        write_picture(target, figure)
+        buffer = target if isinstance(target, io.BytesIO) else io.BytesIO()
+        figure.savefig(buffer, format="png", dpi="figure")
+        if not isinstance(target, io.BytesIO):
+            write_whole(target, buffer.getvalue())
 
 
 def drawn(draw: Callable[[io.BytesIO], None]) -> bytes:

@@ -99,6 +99,17 @@ class CandidateCounts:
 
 
 @dataclass(frozen=True, slots=True)
+class ProductRates:
+    """Library that multiplies some rows by weights on processors, and how fast all were that could have done it."""
+
+    first: Count  # Fewest and most rows; ``None`` for any number.
+    last: Count | None
+    library: str
+    flops: dict[str, Number]  # By library, operations a second of a made-up product.
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+
+@dataclass(frozen=True, slots=True)
 class LogitComparison:
     """Logits along the tokens of a run, where these part from those of plain transformers on one process."""
 

@@ -73,10 +73,13 @@ def served(traffic: ServedTraffic) -> dict[str, str]:
     if traffic.compressed:
         ended += f", {traffic.compressed:,} with compressed caches"
     rate = f", {traffic.hit_tokens / traffic.prompt_tokens:.1%} hit rate" if traffic.prompt_tokens else ""
+    generated = f"{traffic.new_tokens:,}"
+    if traffic.proposed_tokens:
+        generated += f"; {traffic.accepted_tokens:,} of {traffic.proposed_tokens:,} proposed tokens accepted"
     return {
         "requests": f"{traffic.requests:,} in {duration(traffic.seconds)}; {ended}",
         "prompt tokens": f"{traffic.prompt_tokens:,}, of them {traffic.computed_tokens:,} computed{rate}",
-        "generated tokens": f"{traffic.new_tokens:,}",
+        "generated tokens": generated,
         "TTFT": tails("ttft_s") or "-",
         "time per token": tails("token_s") or "-",
         "most at a time": f"{int(scalars.get('served/waiting_max', 0)):,} waiting, "
@@ -91,6 +94,12 @@ def methods(report: RunReport) -> dict[str, str]:
         found["candidates"] = (
             f"{report.new_tokens / max(1, checked.steps):.2f} tokens per step; {checked.accepted:,} of "
             f"{checked.proposed:,} proposed tokens accepted"
+        )
+    if report.products:
+        found["products"] = ", ".join(
+            f"{'more' if each.last is None else f'to {each.last} rows'} {each.library} "
+            f"({each.flops[each.library] / 1e9:,.0f} GFLOP/s)"
+            for each in report.products
         )
     found["keys and values"] = _cache(report)
     if setting(report, "megakv.feed_forward") == "fp8":

@@ -17,6 +17,7 @@ from megakv.tracking.measurements import (
     Number,
     OffloadStep,
     PrefillPlan,
+    ProductRates,
     Traffic,
     offload_scalars,
     percentiles,
@@ -56,7 +57,7 @@ class RankReport:
     # to per-head budgets; empty where it was not.
     head_tokens: list[list[Count]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
-    disk_io: str | None = None  # How the disk tier is read, ``files`` or ``direct``; ``None`` without one.
+    disk_io: str | None = None  # How the disk tier is read: as ``files``; ``None`` without one.
     schedule: str | None = None  # In how many groups batches go through offloaded layers, and why; ``None`` without.
     # ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
     attention_s: list[Number] = field(default_factory=list)
@@ -131,6 +132,8 @@ class RunReport:
     balance: HeadBalance | None = None  # Where KV heads were mapped to ranks or compressed.
     candidates: CandidateCounts | None = None  # Where steps checked several tokens.
     served: ServedTraffic | None = None  # Of a server, which answers many requests: all of them.
+    # On processors, by rows: which library multiplies them by weights, measured at start.
+    products: list[ProductRates] = field(default_factory=list)
     # By stage, ``prefill`` and ``decode``: how many layers, summed over passes, each attention method served.
     methods: dict[str, dict[str, Count]] = field(default_factory=dict)
     # What a job adds: its command line, what it was asked, and whether the tokens are those of a single-process

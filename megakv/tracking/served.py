@@ -48,6 +48,8 @@ class ServedCounts:
     hit_tokens: Count = _counted("Of them, those that were found in the prefix store")
     computed_tokens: Count = _counted("Prompt tokens that were computed")
     new_tokens: Count = _counted("Tokens that were generated")
+    proposed_tokens: Count = _counted("Candidates for them, looked up in prompts and answers, that were checked")
+    accepted_tokens: Count = _counted("Of the candidates, those that came true")
     waiting_max: Count = _counted("Requests at a time, at most, that found no room when others were let in")
     running_max: Count = _counted("Requests at a time, at most, that ran")
 

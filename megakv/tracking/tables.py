@@ -34,6 +34,7 @@ def report_tables(report: RunReport) -> dict[str, Table]:
         "served_moments": _served_moments(report),
         "ranks": _ranks(report),
         "communication": operations(report),
+        "products": _products(report),
         "prefill": _prefill(report),
         "offload": Table.of(_offload(rank) for rank in report.ranks if rank.offload),
         "offload_steps": _offload_steps(report),
@@ -137,6 +138,20 @@ def _ranks(report: RunReport) -> Table:
         {name: getattr(rank, name) for name in names}
         | {"seconds_exposed": sum(t.seconds_exposed for t in rank.traffic)}
         for rank in report.ranks
+    )
+
+
+def _products(report: RunReport) -> Table:
+    """Libraries by the rows that they multiply, with rates of all."""
+    names = dict.fromkeys(name for each in report.products for name in each.flops)
+    return Table.of(
+        {
+            "rows": f"{each.first} to {each.last}" if each.last else f"{each.first} and more",
+            "dtype": report.dtype,
+            "library": each.library,
+            **{f"{name}: GFLOP/s": each.flops[name] / 1e9 if name in each.flops else None for name in names},
+        }
+        for each in report.products
     )
 
 

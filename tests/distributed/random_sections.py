@@ -113,7 +113,7 @@ def draw_offload(rng: Random, *, lossy: bool) -> dict[str, Any]:
         offload["device_gb"] = rng.choice((4e-6, 4e-5, 4e-4, 0.01))
     if rng.random() < 0.25:
         # A few pages in memory, the rest on disk.
-        offload |= {"disk_gb": 0.05, "disk_io": rng.choice(("files", "direct"))}
+        offload["disk_gb"] = 0.05
         offload["weights"] = offload["weights"] and rng.choice((True, "disk"))
         if offload["weights"] is not True:
             offload["host_gb"] = rng.choice((8, 24)) * page / (1 << 20)

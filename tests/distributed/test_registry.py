@@ -9,7 +9,7 @@ import pytest
 
 import megakv
 from megakv.engine.config import load_config
-from megakv.offload.stream import Stream
+from megakv.offload.steady import Stream
 from tests.distributed.launch import ROOT, run_command
 from tests.distributed.models import prose, save_model
 

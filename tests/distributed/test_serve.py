@@ -2,12 +2,15 @@
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.distributed.launch import run_command
 from tests.distributed.models import prose, save_model
 from tests.distributed.serving import END_S, NAME, START_S, Server
-from tests.patience import Patience, status_within
+from tests.patience import Patience, alive_after, status_within
 
 # Tokens that take seconds, whatever the machine: what is done meanwhile must not come after them.
 LONG = 1500
@@ -140,6 +143,75 @@ def test_clients_as_they_are_and_an_orderly_end(model: Path, tmp_path: Path) -> 
     assert f"report: {page}" in server.stdout and list(tmp_path.glob("wandb/offline-run-*"))
 
 
+def drawn_calls() -> list[dict[str, Any]]:
+    """Calls of completions whose answers repeat themselves: of few tokens, likeliest or drawn, with all that changes
+    which token comes next.
+    """
+    calls: list[dict[str, Any]] = []
+    for number in range(10):
+        word = prose(random.randint(3, 9))
+        call: dict[str, Any] = {"prompt": f"{word} {word} {word}", "max_tokens": random.randint(1, 120)}
+        call |= {"temperature": random.choice([0, 0, 0.3, 1.0]), "seed": number}
+        if call["temperature"]:
+            # Among few tokens some come again as they were.
+            call["logit_bias"] = {str(token): 30 for token in random.sample(range(5, 90), 3)}
+        extra: dict[str, Any] = {"ignore_eos": random.random() < 0.5}
+        if random.random() < 0.4:
+            call["frequency_penalty"] = random.choice([-0.5, 0.3])
+        if random.random() < 0.3:
+            extra["repetition_penalty"] = 1.1
+        if random.random() < 0.4:
+            call["logprobs"] = 2
+        if random.random() < 0.3:
+            call["stop"] = [random.choice("abcde") + random.choice("abcde ")]
+        calls.append({**call, "extra_body": extra})
+    return calls
+
+
+def completion(server: Server, call: dict[str, Any], **fields: Any) -> tuple[Any, ...]:
+    """What is told of an answer, without its name and time; log probabilities but for the rounding of a pass."""
+    call = {**call, "extra_body": {**call["extra_body"], **fields}}
+    answer = server.client().completions.create(model=NAME, **call)
+    (choice,) = answer.choices
+    told = None
+    if choice.logprobs is not None:
+        tops = [value for top in choice.logprobs.top_logprobs for value in sorted(top.values())]
+        told = choice.logprobs.tokens, pytest.approx(tops, abs=1e-3)
+    return choice.text, choice.finish_reason, answer.usage.completion_tokens, told
+
+
+@pytest.mark.parametrize("mesh", [("--cp", 2), ("--tp", 2)])
+def test_answers_are_the_same_with_prompt_lookup(model: Path, tmp_path: Path, mesh: tuple[str, int]) -> None:
+    """Alone and several at a time, beside one whose client leaves."""
+    calls = drawn_calls()
+    with Server(tmp_path / "server", model, *mesh, "--dtype", "fp32", "--prompt-lookup", 6) as server:
+
+        def counts() -> tuple[int, int]:
+            status = server.get("/status").json()
+            return status["proposed_tokens"], status["accepted_tokens"]
+
+        expected = [completion(server, call, prompt_lookup=0) for call in calls]
+        before = counts()
+        assert [completion(server, call) for call in calls] == expected
+        proposed, accepted = counts()
+        assert proposed > before[0] and accepted > before[1] and accepted <= proposed
+        parts: list[Any] = []
+        leaving = server.client().completions.create(
+            model=NAME, prompt="ab ab ab", max_tokens=LONG, temperature=0, stream=True, extra_body={"ignore_eos": True}
+        )
+        with ThreadPoolExecutor(len(calls)) as pool:
+            together = pool.map(partial(completion, server), calls)
+            for _, chunk in zip(range(20), leaving, strict=False):
+                parts.append(chunk)
+            leaving.close()
+            assert list(together) == expected
+        metrics = server.get("/metrics").text
+        assert f"megakv_proposed_tokens_total {float(counts()[0])}" in metrics
+        with pytest.raises(openai.BadRequestError, match="prompt_lookup"):
+            completion(server, calls[0], prompt_lookup=-1)
+        assert server.end() == 0 and "Traceback" not in server.stderr, server.stderr
+
+
 def wait_for_refusal(server: Server) -> httpx.Response:
     patience = Patience(END_S)
     while (answer := server.get("/health")).status_code == 200:
@@ -201,6 +273,35 @@ def test_a_rank_that_is_lost_while_nobody_asks_ends_the_server(model: Path, tmp_
         assert "was lost" in server.stderr and "Traceback" not in server.stderr, server.stderr
 
 
+def test_a_first_rank_that_is_killed_is_told_to_clients(model: Path, tmp_path: Path) -> None:
+    """By the process that speaks HTTP, which ends then."""
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        parts: list[Any] = []
+        reader = threading.Thread(target=streamed, args=(server, prose(5), parts))
+        reader.start()
+        while len(parts) < 3:
+            assert reader.is_alive()
+            time.sleep(0.01)
+        [http] = server.first_rank.children()
+        server.first_rank.kill()
+        reader.join(END_S)
+        assert isinstance(parts[-1], openai.APIError) and "ranks of this server have ended" in str(parts[-1]), parts[-1]
+        assert status_within(END_S, server.process) == 1
+        assert not alive_after(END_S, [http])
+
+
+def test_when_what_speaks_http_is_killed_all_ranks_end(model: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        [http] = server.first_rank.children()
+        # A launcher asks all to end; this one ends with rank 0.
+        http.terminate()
+        assert server.get("/health").status_code == 200
+        http.kill()
+        assert status_within(END_S, server.process) == 1
+        said = "megakv: error: the process that speaks HTTP has ended by signal 9\n"
+        assert server.stderr.count("megakv: error") == 1 and said in server.stderr, server.stderr
+
+
 @pytest.mark.drawn("ends")
 def test_asked_twice_it_ends_at_once(model: Path, tmp_path: Path) -> None:
     with Server(tmp_path / "server", model, "--cp", 2) as server:
@@ -225,6 +326,7 @@ def test_asked_twice_it_ends_at_once(model: Path, tmp_path: Path) -> None:
         (["--max-gap", "0"], "max_gap_s = 0.0: allowed"),
         (["--decode-share", "1"], "decode_share = 1.0: allowed"),
         (["--max-queue", "-1"], "max_queue = -1: allowed"),
+        (["--prompt-lookup", "-1"], "prompt_lookup = -1: allowed: whole numbers from 0"),
         (["--max-body-mb", "0"], "max_body_bytes = 0: allowed"),
         (["--cp", "0"], "--cp 0: allowed"),
     ],

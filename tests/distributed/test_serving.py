@@ -50,6 +50,7 @@ def test_answers_are_the_engine_s_alone_whatever_else_runs(tmp_path: Path, model
     assert found["left"] == [0, 0]
     assert found["documents"] > 0
     stats = found["stats"]
+    assert stats["accepted"] > 0
     # Some were cancelled before they were read to the end.
     assert stats["hit"] > 0 and stats["hit"] + stats["computed"] <= stats["prompt"]
 
@@ -87,7 +88,7 @@ def test_caches_off_the_device_or_with_mapped_heads_are_served(
     check_answers(found["clients"])
     again, stats = found["clients"][-1], found["stats"]
     assert again["cached"] == (0 if stage == "mapping" else len(again["prompt"]) - 1)
-    assert (stats["hit"] > 0) == (stage == "offload")
+    assert (stats["hit"] > 0) == (stage == "offload") and stats["accepted"] > 0
 
 
 @pytest.mark.parametrize(("before", "after"), [("2x1", "1x1"), ("1x1", "2x1")])

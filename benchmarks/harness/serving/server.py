@@ -145,6 +145,7 @@ class Reply:
 
     sent: float = 0.0
     stamps: list[float] = field(default_factory=list)  # When each token came
+    text: str = ""
     pieces: list[str] = field(default_factory=list)  # Tokens as text, where log probabilities were asked for
     progress: list[tuple[float, int]] = field(default_factory=list)  # When so many tokens of the prompt were read
     cached_tokens: int = 0
@@ -174,7 +175,7 @@ class Client:
         new_tokens: int,
         *,
         into: Reply | None = None,
-        sampling: Mapping[str, float] = GREEDY,
+        sampling: Mapping[str, Any] = GREEDY,
         pieces: bool = False,
         progress: bool = False,
         leaves: Callable[[Reply], bool] = lambda reply: False,
@@ -186,8 +187,21 @@ class Client:
             "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
         }  # fmt: skip
         body |= ({"logprobs": 0} if pieces else {}) | ({"return_progress": True} if progress else {})
+        return await self._streamed("/completions", body, reply, leaves)
+
+    async def chat(self, text: str, new_tokens: int, fields: Mapping[str, Any]) -> Reply:
+        """The answer to a message, of up to so many tokens, as a stream."""
+        body = {
+            "model": NAME, "messages": [{"role": "user", "content": text}], "max_completion_tokens": new_tokens,
+            **fields, "stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        }  # fmt: skip
+        return await self._streamed("/chat/completions", body, Reply(), lambda reply: False)
+
+    async def _streamed(
+        self, path: str, body: Mapping[str, Any], reply: Reply, leaves: Callable[[Reply], bool]
+    ) -> Reply:
         reply.sent = time.perf_counter()
-        async with self._http.stream("POST", "/completions", json=body) as response:
+        async with self._http.stream("POST", path, json=body) as response:
             if response.status_code != 200:
                 raise MegaKVError(f"{response.status_code}: {(await response.aread()).decode(errors='replace')[:500]}")
             async for line in response.aiter_lines():
@@ -211,5 +225,6 @@ def _take(reply: Reply, event: dict[str, Any]) -> None:
         # Several may come at once.
         reply.stamps += [now] * (usage["completion_tokens"] - len(reply.stamps))
     for choice in event.get("choices", ()):
+        reply.text += choice.get("text") or choice.get("delta", {}).get("content") or ""
         if choice.get("logprobs"):
             reply.pieces += choice["logprobs"]["tokens"]

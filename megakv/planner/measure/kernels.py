@@ -8,19 +8,17 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from megakv.attention.backends import attend_block
 from megakv.attention.merge import merge_, merge_parts
 from megakv.costmodel.curves import AttentionTable, Curve
 from megakv.costmodel.shape import AttentionShape, ModelShape
 from megakv.costmodel.stopwatch import Cases, Pool, rising
-from megakv.weights.products import rows_product
+from megakv.weights.products import Products, rows_product
 
 UNGROUPED_ROWS = (1, 4, 16, 64, 256, 1024)
 GROUPED_ROWS = (16, 64, 256, 1024)
 MATH_ROWS = (1, 16, 256)
-SDPA_ROWS = (1,)
 SOFTCAP = 50.0
 """Where scores are more than scaled products, matrix products do the work, unless a compiled kernel does."""
 KEYS = (16, 128, 1024, 8192)
@@ -53,13 +51,14 @@ class Matrices:
 
     def pass_through(self, pool: Pool, tokens: int) -> Callable[[], object]:
         """A call in which so many tokens go through all of them, each time with other weights from memory."""
+        products = Products.measured(pool.dtype) if pool.device.type == "cpu" else Products()
         x_TI = {inputs: pool.take(tokens, inputs).clone() for _, inputs in self.shapes}
 
         # As engines compute: the kernel of few rows is not for training.
         @torch.no_grad()
         def call() -> None:
             for outputs, inputs in self.shapes:
-                rows_product(x_TI[inputs], pool.take(outputs, inputs))
+                rows_product(x_TI[inputs], pool.take(outputs, inputs), None, products)
 
         return call
 
@@ -77,8 +76,6 @@ class Kernel:
         q_HLD = pool.take(rows, sizes.heads, sizes.head_dim).transpose(0, 1)
         k_KSD = pool.take(kv_heads, keys, sizes.head_dim)
         v_KSD = pool.take(kv_heads, keys, sizes.head_dim)
-        if sizes.kernel == "sdpa":
-            return sdpa(q_HLD[None], k_KSD[None], v_KSD[None], is_causal=causal, enable_gqa=True)
         softcap = SOFTCAP if sizes.kernel == "math" else None
         return attend_block(q_HLD, k_KSD, v_KSD, sizes.head_dim**-0.5, causal=causal, softcap=softcap)
 
@@ -89,7 +86,7 @@ class Kernel:
         """Its table, once the cases have run; calls that would take longer at so many `flops` are left out."""
         sizes = self.sizes
         fused = UNGROUPED_ROWS if sizes.group == 1 else GROUPED_ROWS
-        axis = {"sdpa": SDPA_ROWS, "math": MATH_ROWS}.get(sizes.kernel, fused)
+        axis = MATH_ROWS if sizes.kernel == "math" else fused
 
         def short(pairs: int) -> bool:
             return self.operations(pairs) <= longest_s * flops
@@ -98,8 +95,7 @@ class Kernel:
             [cases.add(partial(self.call, rows, keys)) for keys in KEYS if keys == KEYS[0] or short(rows * keys)]
             for rows in axis
         ]
-        larger = SQUARES[2:] if sizes.kernel != "sdpa" else ()
-        squares = (*SQUARES[:2], *(rows for rows in larger if short(rows * rows)))
+        squares = (*SQUARES[:2], *(rows for rows in SQUARES[2:] if short(rows * rows)))
         causal = [cases.add(partial(self.call, rows, rows, causal=True)) for rows in squares]
         return lambda: AttentionTable(
             kernel=sizes.kernel,

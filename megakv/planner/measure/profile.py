@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -53,7 +53,7 @@ def measure_profile(
     longest_s = seconds / CALLS
     cases, kernel = Cases(comm), Kernel(sizes[0], pool)
     flops, unit_s, bandwidth = _probe(comm, kernel)
-    tables = [Kernel(size, pool).table(cases, flops=flops, longest_s=longest_s) for size in _all_sizes(sizes, pool)]
+    tables = [Kernel(size, pool).table(cases, flops=flops, longest_s=longest_s) for size in _all_sizes(sizes)]
     ragged = [RaggedCases(cases, pool, size, flops=flops, longest_s=longest_s) for size in sizes if not size.latent]
     curves = rank_curves(cases, pool, matrices, max(2, ring))
     late: list[Meeting | SmallModels] = []
@@ -96,13 +96,12 @@ def _memory_bytes(comm: Communicator, local: int) -> int:
     return min(comm.gather_objects(total // local if comm.mesh.device.type == "cpu" else total))
 
 
-def _all_sizes(sizes: Sequence[AttentionShape], pool: Pool) -> list[AttentionShape]:
-    """Sizes, also with one head to a KV head, for few rows; biased scores' kernel, and transformers' for decoding."""
+def _all_sizes(sizes: Sequence[AttentionShape]) -> list[AttentionShape]:
+    """Sizes, also with one head to a KV head, for few rows; and biased scores' kernel."""
     flash = dict.fromkeys(
         replace(size, kv_heads=size.heads // group, kernel="flash") for size in sizes for group in (1, size.group)
     )
-    others: tuple[Literal["math", "sdpa"], ...] = ("math", "sdpa") if pool.device.type == "cpu" else ("math",)
-    return [*flash, *(replace(sizes[0], kernel=kernel) for kernel in others)]
+    return [*flash, replace(sizes[0], kernel="math")]
 
 
 def _probe(comm: Communicator, kernel: Kernel) -> tuple[float, float, float]:

@@ -95,6 +95,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     return_progress: bool = False
     compress_cache: bool = False
+    prompt_lookup: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     priority: Annotated[int, Field(ge=-100, le=100)] = 0
     user: Name | None = None
     metadata: Ignored = None

@@ -23,7 +23,7 @@ from megakv.launcher.process import quiet_libraries, report_errors
 Step = Callable[[], Any]
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 OFFLOAD = {"enabled": True, "host_gb": 0.05, "page_kib": 16, "chunk_tokens": 64, "emulated_link_gb_s": 0.05}
-DISK = {**OFFLOAD, "host_gb": 24 * 16 / (1 << 20), "disk_gb": 0.05, "disk_io": "files"}
+DISK = {**OFFLOAD, "host_gb": 24 * 16 / (1 << 20), "disk_gb": 0.05}
 
 
 def ids_of(length: int, seed: int = 0) -> torch.Tensor:

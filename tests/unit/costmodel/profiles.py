@@ -45,6 +45,12 @@ def free() -> Curve:
     return Curve(sizes=(1.0, 2.0), seconds=(TINY, 2 * TINY))
 
 
+def without_links(profile: HardwareProfile) -> HardwareProfile:
+    """The same machine with links that take no time: "KVR-S without any communication" is a chain on it."""
+    instant = dict.fromkeys(("exchange", "all_to_all", "all_gather"), Curve.instant())
+    return profile.model_copy(update={**instant, "exposed_transfer": 0.0, "exposed_compute": 0.0})
+
+
 def ideal(
     *,
     seconds_per_pair: float = 1e-9,

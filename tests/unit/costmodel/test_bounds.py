@@ -7,7 +7,7 @@ import pytest
 from megakv.base.partition import even
 from megakv.costmodel.context_parallel import causal_bound, dense_bound
 from megakv.costmodel.curves import Curve
-from tests.unit.costmodel.profiles import ideal
+from tests.unit.costmodel.profiles import ideal, without_links
 from tests.unit.costmodel.test_chain import attention_only, chain_seconds
 
 
@@ -35,7 +35,7 @@ def test_no_chain_is_faster_than_without_its_links() -> None:
         profile = ideal(exchange=link, exposed=(random.random(), random.random()))
         size, tokens = random.randint(2, 6), random.randint(100, 20_000)
         model, partition = attention_only(random.randint(2, 5)), even(tokens, size)
-        free = chain_seconds(profile.without_links(), model, partition).seconds
+        free = chain_seconds(without_links(profile), model, partition).seconds
         assert free <= chain_seconds(profile, model, partition).seconds
         alone = chain_seconds(profile, model, (0,) * (size - 1) + (tokens,)).seconds
         assert causal_bound(alone, size) < free

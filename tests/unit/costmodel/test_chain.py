@@ -16,7 +16,7 @@ from megakv.costmodel.dense import TokenTimes
 from megakv.costmodel.hardware import HardwareProfile
 from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.runahead.chain_search import best_partition
-from tests.unit.costmodel.profiles import ideal
+from tests.unit.costmodel.profiles import ideal, without_links
 
 HEADS = 8
 PAIR_S = 1e-9
@@ -75,7 +75,7 @@ def test_links_that_take_no_time_leave_the_longest_rank() -> None:
     for partition in ((700, 400, 300), (500, 500, 500), (100, 100, 1000)):
         prefix = np.cumsum((0, *partition[:-1])).tolist()
         slowest = max(pairs_s(rows, before) for rows, before in zip(partition, prefix, strict=True))
-        profile = ideal(seconds_per_pair=PAIR_S).without_links()
+        profile = without_links(ideal(seconds_per_pair=PAIR_S))
         seconds = chain_seconds(profile, attention_only(layers), partition).seconds
         assert seconds == pytest.approx((layers - 1) * slowest, rel=5e-3)
 
@@ -83,7 +83,7 @@ def test_links_that_take_no_time_leave_the_longest_rank() -> None:
 def test_a_long_first_rank_is_waited_for() -> None:
     """Rank 0 holds nearly all: rank 1 gets a layer's prefix when rank 0 begins that layer."""
     layers, rows = 5, (2000, 10)
-    profile = ideal(seconds_per_pair=PAIR_S).without_links()
+    profile = without_links(ideal(seconds_per_pair=PAIR_S))
     found = chain_seconds(profile, attention_only(layers), rows)
     first = pairs_s(rows[0], 0)
     # In the last layer, all ranks meet.
@@ -193,7 +193,7 @@ def test_the_last_layer_attends_for_the_last_token() -> None:
     assert 2 * 1400 < layers < 2 * 1400 + 900 + 2 * 900
     sharded = chain_seconds(profile, model, rows, chunk_tokens=10_000).seconds / message
     assert 1400 < sharded < 1400 + 900 + 2
-    free = ideal(seconds_per_pair=PAIR_S).without_links()
+    free = without_links(ideal(seconds_per_pair=PAIR_S))
     found = chain_seconds(free, model, rows, kv="last")
     spent = found.ends_s[:, 1] - found.ends_s[:, 0] - found.waited_s[:, 1]
     assert spent == pytest.approx([0.0, 0.0, row_s(sum(rows))], rel=0.01, abs=1e-7)
@@ -212,7 +212,7 @@ def test_a_batch_is_one_chain() -> None:
 
 
 def test_windows_bound_the_prefix() -> None:
-    profile = ideal(seconds_per_pair=PAIR_S).without_links()
+    profile = without_links(ideal(seconds_per_pair=PAIR_S))
     wide, narrow = (chain_seconds(profile, attention_only(2, window=w), (4000,) * 4).seconds for w in (None, 512))
     assert narrow < 0.25 * wide
     unlimited = chain_seconds(profile, attention_only(2, window=16_000), (4000,) * 4).seconds
@@ -243,7 +243,7 @@ def test_best_partition_is_as_good_as_any(size: int, tokens: int) -> None:
 
 def test_best_partition_evens_out_the_work() -> None:
     """With free links, all ranks end together; earlier ranks take more tokens."""
-    profile, model = ideal(seconds_per_pair=PAIR_S).without_links(), attention_only(8)
+    profile, model = without_links(ideal(seconds_per_pair=PAIR_S)), attention_only(8)
     for size, tokens in ((2, 16_384), (4, 8192), (8, 32_768)):
         chosen = best_partition(profile, model, tokens, size)
         assert list(chosen) == sorted(chosen, reverse=True)

@@ -170,7 +170,7 @@ def test_draws_what_transformers_draws(lookup: bool, alone: None) -> None:
         ("opt", {}),
         ("llama", {"offload": {**OFFLOAD, "host_gb": 0.05, "emulated_link_gb_s": 0.002}}),
         ("mistral", {"offload": {**OFFLOAD, "host_gb": 0.05, "method": "stream"}}),
-        ("llama", {"offload": {**OFFLOAD, "host_gb": 2e-4, "disk_gb": 0.02, "disk_io": "files"}}),
+        ("llama", {"offload": {**OFFLOAD, "host_gb": 2e-4, "disk_gb": 0.02}}),
     ],
     ids=("window", "latents", "table", "host", "host-window", "disk"),
 )

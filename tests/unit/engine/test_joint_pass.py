@@ -80,6 +80,9 @@ def test_what_is_no_pass_is_refused(alone: None) -> None:
         ):
             with pytest.raises(ValueError, match=message):
                 engine.extend(caches, tokens)
+        for candidates in ([1], [2, 0], [0, -1]):
+            with pytest.raises(ValueError, match=r"^candidates = \[.*fewer than its tokens, \[2, 1\]"):
+                engine.extend([cache, other], [[1, 2], [3]], candidates=candidates)
         pair = engine.new_cache()
         engine.generate_into(pair, torch.randint(3, VOCAB, (2, 4)), max_new_tokens=1, pad_token_id=0)
         with pytest.raises(ValueError, match=r"caches\[1\] is not of one"):
@@ -155,6 +158,38 @@ def test_a_turn_is_compressed_in_passes_of_its_own(alone: None) -> None:
         for caches in ([other], [own, engine.new_cache()]):
             with pytest.raises(ValueError, match="a turn is of a cache|of their own"):
                 engine.extend(caches, [[5]] * len(caches), turn=turn)
+
+
+@pytest.mark.parametrize("kind", ["offload", "budget"])
+def test_candidates_of_caches_with_passes_of_their_own(alone: None, kind: str) -> None:
+    """Wrong ones are taken back, out of tiers and from behind what was compressed."""
+    budget = {"budget": 20, "method": "ada_snapkv", "window": 8, "min_tokens": 32}
+    offload = {"enabled": True, "host_gb": 0.05, "page_kib": 4}
+    section: dict[str, Any] = {"offload": offload} if kind == "offload" else {"fairkv": budget}
+    engine, _ = engine_of(llama(), section)
+    prompt = torch.randint(3, 100, (70,))
+    turn = Turn(0, 70) if kind == "budget" else None
+    with engine:
+        one, several = (engine.new_cache(forgets=False) for _ in range(2))
+        last = [engine.extend([cache], [prompt], turn=turn) for cache in (one, several)][0]
+        expected, tokens = list[torch.Tensor](), list[int]()
+        for _ in range(12):
+            tokens.append(int(last[0].argmax()))
+            last = engine.extend([one], [tokens[-1:]], turn=turn)
+            expected.append(last[0])
+        done = 0
+        while done < 12:
+            count = min(4, 11 - done)
+            right = int(torch.randint(count + 1, ()))
+            own = tokens[done : done + 1 + count]
+            own[1 + right :] = [3 + token % 90 for token in own[1 + right :]]
+            found = engine.extend([several], [own], turn=turn, candidates=[count])
+            kept = found.reshape(-1, found.shape[-1])[: right + 1]
+            torch.testing.assert_close(kept, torch.stack(expected[done : done + 1 + right]), rtol=1e-4, atol=1e-4)
+            several.cut_back(70 + done + 1 + right)
+            done += 1 + right
+        assert one.length == several.length and one.head_tokens() == several.head_tokens()
+        assert one.holds_compressed == several.holds_compressed == (kind == "budget")
 
 
 def test_streams_between_parts_of_a_prompt_do_not_look_at_layers_again(

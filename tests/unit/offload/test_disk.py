@@ -151,59 +151,6 @@ def test_a_lost_file_ends_with_what_was_generated(offloaded: Any, tmp_path: Path
     assert found is not None and found.shape[1] >= 40 and torch.equal(found, expected[:, : found.shape[1]])
 
 
-def direct_tier(budget: int, folder: Path) -> DiskTier:
-    try:
-        return DiskTier(budget, folder, io="direct")
-    except ValueError as error:
-        pytest.skip(str(error))
-
-
-def test_direct_reads_are_what_was_written(tmp_path: Path) -> None:
-    tier = direct_tier((5 << 20) + 77, tmp_path)
-    shadow = torch.randint(0, 256, (5 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-    tier.rows(0, 1, len(shadow), torch.uint8).write_from(shadow)
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(40):
-        first = int(torch.randint(0, len(shadow) - 1, (1,), generator=generator))
-        count = int(torch.randint(1, len(shadow) - first + 1, (1,), generator=generator))
-        found = torch.empty(count, dtype=torch.uint8)
-        tier.rows(first, 1, count, torch.uint8).read_into(found)
-        assert torch.equal(found, shadow[first : first + count])
-        # What is written next, in small pieces, is read too.
-        shadow[first : first + 50] += 1
-        tier.rows(first, 1, len(shadow[first : first + 50]), torch.uint8).write_from(shadow[first : first + 50])
-    tier.close()
-
-
-def test_direct_reads_that_fail_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tier = direct_tier(4 << 20, tmp_path)
-    rows = torch.randint(0, 256, (3 << 20,), dtype=torch.uint8)
-    tier.rows(0, 1, len(rows), torch.uint8).write_from(rows)
-    read, found = os.preadv, torch.empty_like(rows)
-    # What comes back short is read on the plain way; what does not come is an error.
-    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, into, at) // (2 if file == tier._direct else 1))
-    tier.rows(0, 1, len(rows), torch.uint8).read_into(found)
-    assert torch.equal(found, rows)
-    os.ftruncate(tier.fileno, 1 << 20)
-    with pytest.raises(OSError, match="has lost its end"):
-        tier.rows(0, 1, len(rows), torch.uint8).read_into(found)
-    tier.close()
-
-
-def test_file_systems_without_direct_reads_are_refused(
-    offloaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(path: str, flags: int, *mode: Any) -> int:
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
-        return opened(path, flags, *mode)
-
-    opened = os.open
-    monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(ValueError, match=r"disk_io = 'direct'.*cannot read past the page cache.*use 'files'"):
-        offloaded(plain_model("opt"), disk_gb=0.01, disk_path=str(tmp_path), disk_io="direct")
-
-
 def test_the_lock_of_a_killed_build_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -227,7 +174,7 @@ def test_the_lock_of_a_killed_build_is_removed(
 
 def test_a_write_beside_a_refused_one_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread's row of the same block is refused while this one is on its way to the file."""
-    tier = DiskTier(1 << 20, tmp_path, io="files")
+    tier = DiskTier(1 << 20, tmp_path)
     write, begun = os.pwritev, []
 
     def pwritev(file: int, buffers: Any, offset: int) -> int:

@@ -274,49 +274,6 @@ def test_the_host_waits_for_no_row_that_it_does_not_attend_to(offloaded: Any, mo
 
 
 @pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["stream", "chunked", "auto"])
-def test_sessions_go_on_fork_and_are_cut(method: str, offloaded: Any) -> None:
-    model = plain_model("qwen3")
-    generator = torch.Generator().manual_seed(11)
-    turns = [torch.randint(3, 190, (2, length), generator=generator) for length in (17, 1, 9)]
-    engine = offloaded(copy.deepcopy(model), method=method)
-    session = engine.session()
-    history = torch.empty(2, 0, dtype=torch.int64)
-    for turn in turns:
-        history = torch.cat([history, turn], dim=1)
-        expected = generate(model, history, torch.ones_like(history), max_new_tokens=5)
-        assert torch.equal(session.generate(turn, max_new_tokens=5, do_sample=False, pad_token_id=0), expected)
-        history = expected
-    twin = session.fork()
-    for other, seed in ((twin, 1), (session, 2)):
-        turn = torch.randint(3, 190, (2, 6), generator=torch.Generator().manual_seed(seed))
-        longer = torch.cat([history, turn], dim=1)
-        expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
-        assert torch.equal(other.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
-    session.cut_back(20)
-    longer = torch.cat([session.input_ids, turns[2]], dim=1)
-    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
-    assert torch.equal(session.generate(turns[2], max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
-
-
-@pytest.mark.usefixtures("fixed_costs")
-def test_a_saved_session_streams_what_has_no_activations(offloaded: Any, tmp_path: Any) -> None:
-    model = plain_model("opt")
-    engine = offloaded(copy.deepcopy(model), method="chunked")
-    turn = torch.randint(3, 190, (2, 15), generator=torch.Generator().manual_seed(3))
-    session = engine.session()
-    first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    session.save(tmp_path / "saved")
-    restored = engine.restore_session(tmp_path / "saved")
-    longer = torch.cat([first, turn], dim=1)
-    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=6)
-    for each in (session, restored):
-        assert torch.equal(each.generate(turn, max_new_tokens=6, do_sample=False, pad_token_id=0), expected)
-        recomputed = [step.split.recomputed for step in engine._offloader.steps]
-        assert any(recomputed) == (each is session)
-
-
-@pytest.mark.usefixtures("fixed_costs")
 @pytest.mark.parametrize("method", ["stream", "auto"])
 def test_beams_over_a_link_that_is_behind(method: str, offloaded: Any) -> None:
     """Pages of dropped beams are taken anew while rows are still on their way into them."""
@@ -348,38 +305,3 @@ def test_the_report_has_every_step(offloaded: Any) -> None:
     for step in rank.offload:
         assert 0 < step.recomputed < step.cached and 0 < step.on_host < step.cached
         assert step.measured_s >= step.waited_s >= 0 and step.predicted_s > 0
-
-
-@pytest.mark.usefixtures("fixed_costs")
-@pytest.mark.parametrize("method", ["kvpr", "cpu_rank", "auto"])
-def test_some_tokens_stay_on_the_accelerator(method: str, offloaded: Any) -> None:
-    model = plain_model("opt")
-    ids, mask = ragged()
-    budget = model.config.num_hidden_layers * 42 * 2 * model.config.hidden_size * 4
-    engine = offloaded(copy.deepcopy(model), method=method, device_gb=budget / (1 << 30))
-    for beams in (1, 2):
-        expected = generate(model, ids, mask, num_beams=beams)
-        assert torch.equal(generate(engine, ids, mask, num_beams=beams), expected)
-        steps = engine._offloader.steps
-        kept = [step.split.resident for step in steps]
-        # The short prompt's share is not used up: generated tokens come to it.
-        assert 0 < kept[0] and kept == sorted(kept)
-        assert 0 < sum(engine._offloader.residents.used) <= budget
-    session = engine.session()
-    turn = torch.randint(3, 190, (2, 15), generator=torch.Generator().manual_seed(3))
-    first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    session.cut_back(11)
-    longer = torch.cat([first[:, :11], turn], dim=1)
-    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
-    assert torch.equal(session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
-
-
-def test_resident_tokens_are_not_sent(offloaded: Any) -> None:
-    model = plain_model("gpt_neox")
-    ids, mask = ragged()
-    sent = []
-    for device_gb in (0.0, 0.05):
-        engine = offloaded(copy.deepcopy(model), method="stream", device_gb=device_gb)
-        generate(engine, ids, mask)
-        sent.append(sum(step.bytes_in for step in engine._offloader.steps[3:]))
-    assert sent[1] < sent[0] / 3

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megakv.offload.chunked import Chunked
-from megakv.offload.cpu_rank import All
 from megakv.offload.kvpr import KVPR, split_seconds
 from megakv.offload.method import spread, steady_split
 from megakv.offload.prices import GroupPrices, LayerPrices, WeightTimes
+from megakv.offload.steady import All, Chunked
 from tests.measuring import count_calls
 
 INSTANCES = 300

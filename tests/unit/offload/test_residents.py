@@ -9,7 +9,7 @@ import torch
 
 from megakv.offload.host_rank import HostRows
 from megakv.offload.store import TieredStore
-from tests.unit.offload.test_exactness import NEW, generate, plain_model
+from tests.unit.offload.test_exactness import NEW, generate, plain_model, ragged
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
 
@@ -121,3 +121,38 @@ def test_the_report_says_what_was_done(offloaded: Callable[..., Any], tmp_path: 
     again = recomputing.restore_session(tmp_path / "saved")
     again.generate(ids[:, :3], max_new_tokens=NEW, **GREEDY)
     assert all(step.recomputed == 0 and step.streamed == step.cached for step in decoding(recomputing))
+
+
+@pytest.mark.usefixtures("fixed_costs")
+@pytest.mark.parametrize("method", ["kvpr", "cpu_rank", "auto"])
+def test_some_tokens_stay_on_the_accelerator(method: str, offloaded: Any) -> None:
+    model = plain_model("opt")
+    ids, mask = ragged()
+    budget = model.config.num_hidden_layers * 42 * 2 * model.config.hidden_size * 4
+    engine = offloaded(copy.deepcopy(model), method=method, device_gb=budget / (1 << 30))
+    for beams in (1, 2):
+        expected = generate(model, ids, mask, num_beams=beams)
+        assert torch.equal(generate(engine, ids, mask, num_beams=beams), expected)
+        steps = engine._offloader.steps
+        kept = [step.split.resident for step in steps]
+        # The short prompt's share is not used up: generated tokens come to it.
+        assert 0 < kept[0] and kept == sorted(kept)
+        assert 0 < sum(engine._offloader.residents.used) <= budget
+    session = engine.session()
+    turn = torch.randint(3, 190, (2, 15), generator=torch.Generator().manual_seed(3))
+    first = session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    session.cut_back(11)
+    longer = torch.cat([first[:, :11], turn], dim=1)
+    expected = generate(model, longer, torch.ones_like(longer), max_new_tokens=4)
+    assert torch.equal(session.generate(turn, max_new_tokens=4, do_sample=False, pad_token_id=0), expected)
+
+
+def test_resident_tokens_are_not_sent(offloaded: Any) -> None:
+    model = plain_model("gpt_neox")
+    ids, mask = ragged()
+    sent = []
+    for device_gb in (0.0, 0.05):
+        engine = offloaded(copy.deepcopy(model), method="stream", device_gb=device_gb)
+        generate(engine, ids, mask)
+        sent.append(sum(step.bytes_in for step in engine._offloader.steps[3:]))
+    assert sent[1] < sent[0] / 3

@@ -2,24 +2,16 @@
 
 import copy
 import itertools
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import OPTConfig
 
-from megakv.costmodel.hardware import Fingerprint
-from megakv.costmodel.memory import rank_memory
-from megakv.costmodel.presets import PRESETS
-from megakv.costmodel.shape import ModelShape
 from megakv.offload import schedule
-from megakv.offload.config import OffloadConfig
-from megakv.offload.schedule import GroupSchedule, weights_by_objective
+from megakv.offload.schedule import GroupSchedule
+from megakv.offload.times import group_counts
 from tests.unit.offload.test_columns import SLOW_GB_S, deep_model
 from tests.unit.offload.test_exactness import generate, ragged
-
-PROFILE = PRESETS["a100-pcie4"].profile(cp_size=1)
 
 
 def steps_of(engine: Any) -> list[int]:
@@ -72,31 +64,6 @@ def test_prompts_go_in_the_fewest_groups_that_have_room(offloaded: Any, monkeypa
         assert len(seen) == passes + 1 and sum(seen[:-1]) == int(mask.sum())
 
 
-def test_weights_lie_where_most_tokens_are_predicted(tmp_path: Path) -> None:
-    width = 1024
-    sizes = {"hidden_size": width, "ffn_dim": 4 * width, "word_embed_proj_dim": width, "num_attention_heads": 16}
-    model = ModelShape.from_config(OPTConfig(num_hidden_layers=24, **sizes), dtype=torch.float16)
-    whole = rank_memory(model, context=1000, offloaded=True).total
-    path = tmp_path / "profile.json"
-    given: dict[str, Any] = {"longest": 1000, "cp_size": 1, "tp_size": 1}
-
-    def why(room: int = whole, profile: Path | None = None, **changed: Any) -> tuple[bool, str]:
-        named = None if profile is None else str(profile)
-        config = OffloadConfig(enabled=True, objective="throughput", host_gb=64, profile=named)
-        return weights_by_objective(config, changed.pop("model", model), room=room, **{**given, **changed})
-
-    assert why(room=0) == (
-        False,
-        "weights stay on the accelerator: its memory is the host's, so they would make no room",
-    )
-    assert "nothing is predicted without megakv.offload.profile" in why()[1] and not why()[0]
-    assert "nothing is predicted without max_out_tokens" in why(longest=None)[1]
-    assert "the model's config does not tell its sizes" in why(model=None)[1]
-    # Of this machine, as a profile of another one is refused.
-    own = Fingerprint.of_this_process(hosts=1, ranks=1, dtype=model.dtype)
-    link = PRESETS["a100-pcie4"].host.curve()
-    profile = PROFILE.model_copy(update={"fingerprint": own, "host_link": link})
-    path.write_text(profile.model_dump_json())
-    assert not why(room=100 * whole, profile=path)[0]
-    tight, words = why(room=int(0.5 * whole), profile=path)
-    assert tight and "no room for one sequence with weights on the accelerator" in words
+@pytest.mark.parametrize(("batch", "counts"), [(1, [1]), (6, [1, 2, 4, 6]), (8, [1, 2, 4, 8])])
+def test_numbers_of_groups(batch: int, counts: list[int]) -> None:
+    assert group_counts(batch) == counts

@@ -12,7 +12,7 @@ import torch
 
 from megakv.serving.leader import Leader, Outcome
 from megakv.serving.pass_times import PassTimes
-from megakv.serving.plan import Attach, Await, Close, Drop, Erase, Keep, Load, Move, Plan, Split, Write
+from megakv.serving.plan import Attach, Await, Close, Crop, Drop, Erase, Keep, Load, Move, Plan, Split, Write
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
 from megakv.serving.scheduler import Scheduler
@@ -22,16 +22,19 @@ VOCABULARY = 97
 GREEDY = Sampling(temperature=0)
 
 
-def next_token(tokens: Sequence[int]) -> int:
-    """What comes behind some tokens: any of them changes it."""
-    return hashlib.blake2b(bytes(tokens), digest_size=4).digest()[0] % VOCABULARY
+def next_token(tokens: Sequence[int], quotes: int = 0) -> int:
+    """What comes behind some tokens: any of them changes it; but for one in ten, what came so many tokens before."""
+    digest = hashlib.blake2b(bytes(tokens), digest_size=4).digest()
+    if 0 < quotes <= len(tokens) and digest[1] % 10:
+        return tokens[-quotes]
+    return digest[0] % VOCABULARY
 
 
-def answer_alone(prompt: Sequence[int], new: int) -> list[int]:
+def answer_alone(prompt: Sequence[int], new: int, quotes: int = 0) -> list[int]:
     """What a model that nobody else asks would say."""
     tokens = list(prompt)
     for _ in range(new):
-        tokens.append(next_token(tokens))
+        tokens.append(next_token(tokens, quotes))
     return tokens[len(prompt) :]
 
 
@@ -49,7 +52,10 @@ class Machine:
         total = self.each
         for past, count, alone in zip(pasts, new, decodes, strict=True):
             pairs = count * (past + count / 2)
-            total += self.sequence + self.context * past if alone else self.token * count + self.pair * pairs
+            if alone:
+                total += self.sequence * (1 + (count - 1) / 4) + self.context * past
+            else:
+                total += self.token * count + self.pair * pairs
         return total
 
 
@@ -81,8 +87,9 @@ class Simulation:
         disk: int = 0,
         copies: int | None = None,
         most_mixed: float = math.inf,
+        quotes: int = 0,
     ):
-        self.now = 0.0
+        self.now, self._quotes = 0.0, quotes
         self.machine = machine or Machine()
         self.tree = PrefixTree(settings.host_kv_tokens, disk, token_bytes=1)
         scheduler = Scheduler(settings, PassTimes(most_mixed), most_mixed=most_mixed)
@@ -166,6 +173,9 @@ class Simulation:
                 case Close(sequence):
                     del self.caches[sequence]
                     self._turns.pop(sequence, None)
+                case Crop(sequence, count):
+                    assert count < len(self.caches[sequence])
+                    self.caches[sequence] = self.caches[sequence][:count]
                 case Drop(node):
                     # What could not be read, behind other such, is gone already.
                     self.spans.pop(node, None)
@@ -184,19 +194,27 @@ class Simulation:
     def _compute(self, plan: Plan) -> torch.Tensor | None:
         if not plan.sequences:
             return None
-        logits = torch.zeros(len(plan.sequences), VOCABULARY)
+        candidates = plan.candidates or [0] * len(plan.sequences)
+        logits = torch.zeros(sum(candidates) + len(candidates), VOCABULARY)
         pasts = [len(self.caches[sequence]) for sequence in plan.sequences]
         if alone := self._turns.keys() & set(plan.sequences):
             # Compressed at the end of its prompt, and nowhere else: then single tokens follow.
             (_,), (new,), turn = plan.sequences, map(len, plan.tokens), self._turns[alone.pop()]
-            assert pasts[0] + new <= turn or (pasts[0] >= turn and new == 1)
-        for row, (sequence, tokens) in enumerate(zip(plan.sequences, plan.tokens, strict=True)):
+            assert pasts[0] + new <= turn or (pasts[0] >= turn and new == 1 + candidates[0])
+        row = 0
+        assert self.leader._pass is not None
+        for sequence, tokens, count, part in zip(
+            plan.sequences, plan.tokens, candidates, self.leader._pass.parts, strict=True
+        ):
+            assert list(self.caches[sequence]) == part.answer.tokens[: part.answer.cached]
             self.caches[sequence] += tokens
             assert self._copies is None or len(plan.sequences) == 1
-            logits[row, next_token(self.caches[sequence])] = 1.0
+            for behind in range(count, -1, -1):
+                known = self.caches[sequence][: len(self.caches[sequence]) - behind]
+                logits[row, next_token(known, self._quotes)] = 1.0
+                row += 1
         counts = [len(tokens) for tokens in plan.tokens]
-        assert self.leader._pass is not None
-        decodes = [answer.state == "decoding" for answer, _ in self.leader._pass.parts]
+        decodes = [part.answer.state == "decoding" for part in self.leader._pass.parts]
         self.now += self.machine.seconds(pasts, counts, decodes)
         return logits
 
@@ -204,7 +222,7 @@ class Simulation:
         """Those that were not cancelled are as they are alone."""
         for name, stream in self.streams.items():
             assert stream.finished is not None, name
-            expected = answer_alone(stream.prompt, stream.new)
+            expected = answer_alone(stream.prompt, stream.new, self._quotes)
             if stream.finished.why == "length":
                 assert stream.tokens == expected, name
             else:

@@ -16,6 +16,8 @@ from megakv.serving.settings import ServingSettings
 from tests.distributed.models import save_model
 
 FIRST = [(1, TOKENS), (1, 1), (1, 1)]
+LOOKED_UP = [(1, TOKENS), (1, 17), (1, 17), (1, 17), (1, 2)]
+"""Candidates, as many as there may be by default, and one."""
 
 
 class Watched:
@@ -33,12 +35,14 @@ class Watched:
         self.caches.append(self._engine.new_cache(**options))
         return self.caches[-1]
 
-    def extend(self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]]) -> None:
+    def extend(
+        self, caches: Sequence[ShardedCache], tokens: Sequence[Sequence[int]], candidates: Sequence[int] = ()
+    ) -> None:
         (length,) = {len(own) for own in tokens}
         self.passes.append((len(caches), length))
         if length > self._most:
             raise RuntimeError(f"not enough memory: {length}")
-        self._engine.extend(caches, tokens)
+        self._engine.extend(caches, tokens, candidates=candidates)
         time.sleep(self._seconds)
 
 
@@ -60,6 +64,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MegaKVEngine]:
         ({"kv_tokens": 16}, [], 5),
         ({"max_sequences": 2, "chunk_tokens": 1}, [], 2),
         ({"max_sequences": 1}, [32, 128, 512], 1),
+        ({"max_sequences": 1, "prompt_lookup": 0}, [32, 128, 512], 1),
         ({"kv_tokens": 1}, [], 0),
     ],
 )
@@ -74,7 +79,9 @@ def test_what_is_computed(
     watched = Watched(engine)
     found = first_passes(watched, ServingSettings(**{"kv_tokens": 10_000, **settings}))
     together = [(sequences, 1)] * 3 if sequences > 1 else []
-    assert watched.passes == [*FIRST, *together, *((1, new) for new in prompts)]
+    looks_up = settings.get("kv_tokens", 10_000) >= TOKENS + 17 and settings.get("prompt_lookup", 16)
+    candidates = LOOKED_UP if looks_up else []
+    assert watched.passes == [*FIRST, *candidates, *together, *((1, new) for new in prompts)]
     assert all(cache.length == 0 for cache in watched.caches)
     assert found.kv.tokens == settings.get("kv_tokens", 10_000)
     # Twice the longest is trusted, and a token takes some time.
@@ -105,4 +112,4 @@ def test_no_prompt_is_longer_than_the_model_takes(tmp_path: Path, monkeypatch: p
     with megakv.init_inference(str(save_model(tmp_path / "model", max_position_embeddings=100))) as engine:
         watched = Watched(engine)
         first_passes(watched, ServingSettings(kv_tokens=10_000, max_sequences=1))
-        assert watched.passes == [*FIRST, (1, 32)]
+        assert watched.passes == [*FIRST, *LOOKED_UP, (1, 32)]

@@ -188,6 +188,8 @@ def test_models_health_metrics_and_status(served: Served) -> None:
     for name in (
         "megakv_requests_total",
         "megakv_hit_tokens_total",
+        "megakv_proposed_tokens_total",
+        "megakv_accepted_tokens_total",
         'megakv_kv_tokens{tier="device"}',
         'megakv_memory_bytes{rank="0"}',
     ):

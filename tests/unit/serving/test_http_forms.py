@@ -66,6 +66,22 @@ def test_answers_of_compressed_caches_are_too(served: Served) -> None:
     assert served.loop.stats().compressed == before + 2
 
 
+def test_answers_that_repeat_something_are_the_same_with_prompt_lookup(served: Served) -> None:
+    """Greedy and drawn ones; candidates that the form does not allow are wrong."""
+    schema = strict({"text": {"const": f"{prose(6)} {'of the same ' * 12}"}, "right": {"type": "boolean"}})
+    messages: Any = [{"role": "user", "content": prose(5)}]
+    for temperature in (0, 1):
+        before = served.loop.stats().accepted_tokens
+        options: Any = {"temperature": temperature, "seed": 5, "max_tokens": 400, "response_format": form(schema)}
+        plain, looked = (
+            served.client().chat.completions.create(model=NAME, messages=messages, extra_body=extra, **options)
+            for extra in ({"prompt_lookup": 0}, {})
+        )
+        assert plain.choices[0].message.content == looked.choices[0].message.content
+        assert plain.usage.completion_tokens == looked.usage.completion_tokens
+        assert served.loop.stats().accepted_tokens > before
+
+
 def test_any_object(served: Served) -> None:
     """It may be longer than there are tokens for: what there is begins one."""
     choice = ask(served, {"type": "json_object"}, max_tokens=40).choices[0]

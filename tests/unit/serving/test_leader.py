@@ -1,5 +1,6 @@
 """Random requests to a leader whose ranks are simulated: answers, what is computed, bounds, order, failures."""
 
+import itertools
 import random
 
 import pytest
@@ -72,6 +73,59 @@ def test_answers_are_those_of_the_model_alone(kv_tokens: int | None, host: int, 
     assert simulation.leader.counts.requests == len(names)
     progress = [each for stream in simulation.streams.values() for each in stream.progress]
     assert all(each.cached <= each.read <= each.total for each in progress)
+
+
+@pytest.mark.parametrize("copies", [None, 400])
+def test_what_is_looked_up_changes_no_answer_and_takes_fewer_passes(copies: int | None) -> None:
+    """Whoever is cancelled, preempted, or part of a pass that fails."""
+    passes, proposed = [], []
+    for most in (0, 12):
+        random.seed(5)
+        settings = ServingSettings(kv_tokens=900, max_sequences=5, prompt_lookup=most)
+        simulation = Simulation(settings, copies=copies, quotes=17)
+        for number in range(60):
+            options = {"priority": random.randint(0, 1), "compresses": random.random() < 0.2}
+            options["prompt_lookup"] = random.choice([None, None, 5])
+            options["stop_ids"] = frozenset(random.sample(range(VOCABULARY), random.choice([0, 1])))
+            simulation.submit(str(number), tokens(random.randint(1, 60)), random.randint(1, 80), **options)
+            for _ in range(random.randint(0, 12)):
+                simulation.step()
+            if random.random() < 0.1:
+                simulation.leader.cancel(str(random.randrange(number + 1)))
+            if random.random() < 0.05:
+                simulation.step(fails=True)
+        simulation.run()
+        simulation.check_answers()
+        assert not simulation.caches and simulation.tree.used_tokens == 0
+        counts = simulation.leader.counts
+        passes.append(counts.passes / counts.new_tokens)
+        proposed.append((counts.proposed_tokens, counts.accepted_tokens))
+    assert proposed[0] == (0, 0) and proposed[1][0] > proposed[1][1] > 100
+    assert passes[1] < 0.9 * passes[0]
+
+
+@pytest.mark.parametrize("quotes", [0, 23])
+def test_an_answer_takes_no_longer_where_it_repeats_nothing(quotes: int) -> None:
+    seconds = []
+    for most in (0, 16):
+        random.seed(7)
+        simulation = Simulation(ServingSettings(prompt_lookup=most), quotes=quotes)
+        simulation.submit("one", tokens(200), 1000)
+        simulation.run()
+        simulation.check_answers()
+        seconds.append(simulation.now)
+    assert seconds[0] / seconds[1] > (1.8 if quotes else 0.97)
+
+
+def test_an_answer_may_be_looked_up_in_less_or_not_at_all() -> None:
+    for given, most in ((0, 0), (3, 3), (50, 12)):
+        simulation, counts = Simulation(ServingSettings(prompt_lookup=12), quotes=9), [0]
+        simulation.submit("one", tokens(40), 300, prompt_lookup=given)
+        while simulation.step():
+            counts.append(simulation.leader.counts.proposed_tokens)
+        simulation.check_answers()
+        widest = max(after - before for before, after in itertools.pairwise(counts))
+        assert 0 < widest <= most if most else widest == 0
 
 
 def test_peaks_are_those_of_any_moment() -> None:

@@ -23,7 +23,7 @@ def stats(number: int) -> ServingStats:
     return ServingStats(
         state="serving", waiting=number, running=3, requests=10, cancelled=1, failed=0, preempted=2, compressed=5,
         passes=99, prompt_tokens=1000, hit_tokens=250, computed_tokens=750, new_tokens=500,
-        waiting_max=9, running_max=7,
+        proposed_tokens=80, accepted_tokens=60, waiting_max=9, running_max=7,
         kv_tokens={"device": 4096, "host": 0, "disk": 77}, kv_capacity={"device": 8192, "host": 0, "disk": 100},
         kv_bytes={"device": 1 << 20, "host": 0, "disk": 5}, memory_bytes=(1, 2),
         ttft_s=[random.uniform(0.1, 5) for _ in range(50)], token_s=[0.01, 0.02],
@@ -65,6 +65,7 @@ def test_reports_and_pages_have_it(log: TrafficLog, random_source: random.Random
         "10 in",
         "2 preempted",
         "5 with compressed caches",
+        "60 of 80 proposed tokens accepted",
         "p99",
         "tier",
         "9 waiting, 7 running",

@@ -1,9 +1,27 @@
-"""The host's processor as one more rank: it attends to tokens where they lie, and its part is merged."""
+"""Plain streaming, and the methods that keep link, accelerator and host busy at once, many layers in a row."""
 
 from __future__ import annotations
 
 from megakv.offload.method import Split, steady_split
 from megakv.offload.prices import GroupPrices
+
+
+class Stream:
+    """All keys and values are sent: ``t = kv s'``."""
+
+    recomputes = attends_on_host = False
+
+    def split(self, prices: GroupPrices) -> Split | None:
+        return Split(prices.tokens, resident=prices.resident, chunk=prices.chunk)
+
+
+class Chunked:
+    """Some are recomputed from chunks as they land, many layers in a row: ``t = max(x l + kv (s' - l), c l)``."""
+
+    recomputes, attends_on_host = True, False
+
+    def split(self, prices: GroupPrices) -> Split | None:
+        return steady_split(prices, recompute=True, host=False) if prices.inputs else None
 
 
 class CPURank:
