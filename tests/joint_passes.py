@@ -47,7 +47,7 @@ class Interleaving:
         plain: Any,
         seed: int,
         folder: Path,
-        sequences: int = 5,
+        sequences: int | None = None,
         length: int = 70,
         *,
         together: bool = False,
@@ -58,7 +58,7 @@ class Interleaving:
         document = self.random.integers(3, vocabulary, size=length).tolist()
         self.rows, self.worst = [], 0.0
         least = 8 if together else 2
-        for _ in range(sequences):
+        for _ in range(int(self.random.integers(5, 10)) if sequences is None else sequences):
             common = int(self.random.integers(0, length + 1))
             tokens = document[:common] + self.random.integers(3, vocabulary, self.random.integers(least, 40)).tolist()
             with torch.no_grad():

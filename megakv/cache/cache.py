@@ -12,7 +12,7 @@ from torch import Tensor
 from megakv.attention.compiled import RowTables
 from megakv.cache.dense import DenseStore
 from megakv.cache.notes import Notes
-from megakv.cache.places import Places, tables_of
+from megakv.cache.places import Places
 from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.segments import first_held
 from megakv.cache.span import CacheSpan
@@ -179,7 +179,7 @@ class ShardedCache(TransformersCache):
         if (lent := self.lent(new, like)) is None:
             return None
         lent.take(new)
-        return tables_of([lent])
+        return lent.tables()
 
     def lent(self, new: Sequence[int], like: Pair) -> Places | None:
         """Places for at least so many, which stay those of this cache until something else is asked of its stores."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from megakv.attention.compiled import RowTable, RowTables
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
-from megakv.cache.places import Places, tables_of
+from megakv.cache.places import Places, joined_tables
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
 
@@ -132,7 +132,7 @@ class JoinedCache(ShardedCache):
             places.take((rows,))
         # Members' stores do not know of them until they are asked for again.
         self._held = [None] * len(self)
-        return tables_of(lent)
+        return lent[0].tables() if len(lent) == 1 else joined_tables(lent)
 
     def attended(self, layer: int, slots: int) -> None:
         self._attended.append(layer)

@@ -7,7 +7,7 @@ Python than in products; a cache asks all of them together, and not again before
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ class Places:
         flat = list(chain.from_iterable(chain.from_iterable(padded)))
         self.words = np.array(flat, dtype=np.int64).reshape(len(rows), sum(self.counts), RUN_WORDS)
         """``[layers, runs, 9]`` where rows lay when they were lent."""
+        self._tables: tuple[IntArray, RowTables] | None = None
 
     @classmethod
     def of(cls, stores: Sequence[KVStore], new: Sequence[int], like: Pair) -> Places | None:
@@ -63,6 +64,16 @@ class Places:
             self.left[sequence] -= rows
             self.used[sequence] += rows
 
+    def tables(self) -> RowTables:
+        """Where all rows lie in every layer, until places are taken again."""
+        if self._tables is None:
+            words = self.words.copy()
+            self._tables = words, RowTables.at(words, np.array(self.counts), self.gone)
+        words, tables = self._tables
+        words[:] = self.words
+        _add(words, self.counts, self.used)
+        return tables
+
     def settle(self) -> None:
         """Tell the stores, and give back what is left."""
         for layer in self._lent:
@@ -71,12 +82,17 @@ class Places:
                     held.taken(rows)
 
 
-def tables_of(every: Sequence[Places]) -> RowTables:
-    """Where all rows lie in every layer: those of the sequences of several caches, behind one another."""
-    words = np.concatenate([each.words for each in every], axis=1)
-    counts, used = (
-        np.array([*chain.from_iterable(own)]) for own in ([p.counts for p in every], [p.used for p in every])
+def _add(words: IntArray, counts: Sequence[int], rows: Sequence[int]) -> None:
+    """So many more rows lie behind the last one of each sequence."""
+    last = [end - 1 for end, count in zip(accumulate(counts), counts, strict=True) if count]
+    words[:, last, TOKENS] += np.array(
+        [more for more, count in zip(rows, counts, strict=True) if count], dtype=np.int64
     )
-    there = counts > 0
-    words[:, np.cumsum(counts)[there] - 1, TOKENS] += used[there]
-    return RowTables.at(words, counts, np.concatenate([each.gone for each in every], axis=1))
+
+
+def joined_tables(every: Sequence[Places]) -> RowTables:
+    """Where all rows lie in every layer: those of the sequences of several caches, behind one another."""
+    words, gone = (np.concatenate(own, axis=1) for own in ([p.words for p in every], [p.gone for p in every]))
+    counts, used = ([*chain.from_iterable(own)] for own in ([p.counts for p in every], [p.used for p in every]))
+    _add(words, counts, used)
+    return RowTables.at(words, np.array(counts), gone)

@@ -42,10 +42,15 @@ def test_every_family(name: str, tmp_path: Path, alone: None) -> None:
     check(name, tmp_path)
 
 
-def check(name: str, folder: Path) -> None:
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_many_streams_of_very_different_lengths(name: str, tmp_path: Path, alone: None) -> None:
+    check(name, tmp_path, sequences=23, length=400)
+
+
+def check(name: str, folder: Path, **many: int) -> None:
     engine, plain = engine_of(CONFIGS[name]())
     with engine:
-        rows = Interleaving(engine, plain, seed(), folder)
+        rows = Interleaving(engine, plain, seed(), folder, **many)
         rows.run()
     assert rows.worst < TOLERANCE
 
