@@ -32,6 +32,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--quick", False, "fewer and shorter cases: at most five minutes")
     options.add("--gpu", False, f"on a CUDA GPU, over its own link, models of {', '.join(LARGE)}, fp16")
     options.add("--only", None, f"parts, of {', '.join(PARTS)} (default: all)", kind=str)
+    options.add(
+        "--methods", None, "methods instead of each part's own, of which it measures those that it has", kind=str
+    )
     text = "bandwidths of the emulated link in GB/s"
     options.numbers("--links", {"": "0.1,0.2,0.4", "quick": "0.2,0.4", "gpu": None}, text, kind=float)
     options.add("--shapes", None, "models instead of each part's own", kind=str)
@@ -53,8 +56,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--threads", {"": 1, "gpu": max(1, cores - 2)}, "threads that compute")
     arguments = options.parse(argv)
     arguments.device = "cuda" if arguments.gpu else "cpu"
-    own = tuple(plans(arguments))
+    own_plans = plans(arguments)
+    own = tuple(own_plans)
     arguments.only = options.some_of("--only", arguments.only or ",".join(own), own)
+    if arguments.methods:
+        known = {name for part in arguments.only for name in own_plans[part].methods}
+        arguments.methods = options.some_of("--methods", arguments.methods, sorted(known))
     if arguments.gpu and arguments.links is not None:
         options.error("--links emulates a link; with --gpu the GPU's own is measured")
     arguments.links = arguments.links or [None]

@@ -1,4 +1,4 @@
-"""The ranks of ``megakv serve``: all run one loop, and rank 0 speaks HTTP beside it."""
+"""The ranks of ``megakv serve``: all run one loop, and beside rank 0 a process speaks HTTP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import argparse
 import gc
 import os
 import signal
-import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -21,7 +20,8 @@ with importing():
     from megakv.launcher.conversation import read_tokenizer
     from megakv.launcher.job import print_files
     from megakv.launcher.settings import check_engine_arguments, check_files, run_config
-    from megakv.serving.http.settings import HttpSettings, listening_socket
+    from megakv.serving.api import ApiProcess
+    from megakv.serving.http.settings import listening_socket
     from megakv.serving.loop import ServingLoop
     from megakv.serving.stats import TrafficLog
     from megakv.tracking.config import TrackingConfig
@@ -38,13 +38,14 @@ def main() -> None:
         settings, config = loop_settings(arguments), run_config(arguments)
         if config.megakv.tracking.timeline is not None:
             raise ValueError("megakv.tracking.timeline of a server would have no end: leave it out")
-        first = own_rank() == 0
-        http = listener = None
-        if first:
-            # What cannot be is said before weights are read.
+        api = None
+        if own_rank() == 0:
+            # What cannot be is said before weights are read; from then on clients hear that they are.
             check_files(arguments)
             http = http_settings(arguments)
-            listener = stack.enter_context(listening_socket(http))
+            with listening_socket(http) as listener:
+                api = ApiProcess(http, listener)
+            stack.callback(api.close)
         tokenizer = read_tokenizer(arguments.model)
         # The engine would record events of every pass for W&B's timeline.
         tracking, config.megakv.tracking = config.megakv.tracking, TrackingConfig()
@@ -52,7 +53,7 @@ def main() -> None:
         stack.callback(tracker.close)
         with init_inference(arguments.model, config) as engine:
             loop = ServingLoop(engine, settings)
-            if http is None or listener is None:
+            if api is None:
                 # Asked to end, it is gone at once, whatever it waits for: a handler would run when that is over.
                 for number in (signal.SIGINT, signal.SIGTERM):
                     signal.signal(number, signal.SIG_DFL)
@@ -60,7 +61,7 @@ def main() -> None:
                 loop.run()
                 engine.report()
                 return
-            report = _serve(engine, loop, http, listener, tokenizer, tracker, arguments)
+            report = _serve(engine, loop, api, tokenizer, tracker, arguments)
             tracker.log_report(report)
         written, upload = tracker.written, tracker.wandb_upload
         for name, content in (("json", report_to_json), ("report", lambda report: page([("serve", report)]))):
@@ -73,28 +74,24 @@ def main() -> None:
 def _serve(
     engine: MegaKVEngine,
     loop: ServingLoop,
-    settings: HttpSettings,
-    listener: socket.socket,
+    api: ApiProcess,
     tokenizer: PreTrainedTokenizerBase,
     tracker: Tracker,
     arguments: argparse.Namespace,
 ) -> RunReport:
-    """On rank 0: HTTP beside the loop, until drained; returns what was done."""
+    """On rank 0: the loop, with a process beside it that speaks HTTP, until drained; returns what was done."""
     from megakv.serving.http.call import ServedModel
-    from megakv.serving.http.server import HttpServer
 
-    server = HttpServer(loop, ServedModel.of(engine.module, tokenizer, settings.model), settings, listener)
-    server.prepare()
-    server.start()
-    signal.signal(signal.SIGTERM, lambda *_: server.drain())
+    api.serve(loop, ServedModel.of(engine.module, tokenizer, api.settings.model))
+    signal.signal(signal.SIGTERM, lambda *_: api.drain())
     if arguments.pid_file:
         # On another host than the command's its folder is not there, and a signal has to be sent there.
         with suppress(OSError):
             write_whole(arguments.pid_file, str(os.getpid()).encode())
-    host, port = listener.getsockname()[:2]
+    host, port = api.address
     where = f"CP {engine.mesh.cp_size} x TP {engine.mesh.tp_size}"
     address = f"[{host}]" if ":" in host else host
-    print(f"megakv: {settings.model} on {where} at http://{address}:{port} (pid {os.getpid()})", flush=True)
+    print(f"megakv: {api.settings.model} on {where} at http://{address}:{port} (pid {os.getpid()})", flush=True)
     log = TrafficLog(loop.stats, tracker)
     # What is there by now stays: looking through it took 50 ms, in which no stream had a token.
     gc.freeze()
@@ -103,7 +100,7 @@ def _serve(
             loop.run()
     finally:
         # Clients read the end of their answers, or that a rank was lost.
-        server.stop()
+        api.close()
     report = engine.report()
     report.served = traffic = log.traffic()
     report.prompt_tokens, report.new_tokens = traffic.prompt_tokens, traffic.new_tokens

@@ -1,7 +1,7 @@
 """A rehearsal of the CUDA path without a GPU: every path of the library on fake tensors that know their device.
 
-Usage: cuda_rehearsal.py [--json FILE] [--only NAME]. Started by cuda_rehearsal.sh, in an environment of its own. For
-each path, a prompt is read and some tokens are decoded on one rank of a world whose other ranks do nothing (torch's
+Usage: cuda_rehearsal.py [--json FILE] [--only NAME]. Started by cuda_rehearsal.sh. For each
+path, a prompt is read and some tokens are decoded on one rank of a world whose other ranks do nothing (torch's
 ``fake`` process group). It is found out whether tensors of two devices met, and where the host waited for the device:
 see `fake_cuda.py`. Nothing is said of numbers or times, nor of beams, which transformers steers by what it computed.
 """
@@ -37,7 +37,8 @@ from megakv.forward.config import ContextParallelConfig
 from megakv.launcher.process import quiet_libraries
 from megakv.offload.config import OffloadConfig
 
-STEPS, BATCH = 4, 3
+STEPS, BATCH = 6, 3
+"""Tokens, of which the last one is looked at: steps that are captured are by then; and sequences."""
 PATIENCE_S = 5.0
 """After which a path that failed is left: ranks that are not there acknowledge nothing."""
 WRONG_DEVICE = "found two different devices"
@@ -62,6 +63,8 @@ class Way:
         Of the model.
     most : int
         Waits of a step that it comes with.
+    captured : bool
+        Whether steps are to be CUDA graphs.
     """
 
     name: str
@@ -73,6 +76,7 @@ class Way:
     options: dict[str, Any] = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     most: int = 1
+    captured: bool = False
 
 
 class Steps(LogitsProcessor):
@@ -105,8 +109,8 @@ def write_importance(folder: str) -> str:
 
 def paths(folder: str) -> Iterator[Way]:
     """All of them."""
-    yield Way("one rank")
-    yield Way("one rank, sampling", options={"do_sample": True})
+    yield Way("one rank", captured=True)
+    yield Way("one rank, sampling", options={"do_sample": True}, captured=True)
     yield Way("one rank, window", family="mistral")
     yield Way("one rank, soft cap and window", family="gemma2")
     yield Way("one rank, ALiBi", family="bloom")
@@ -122,7 +126,7 @@ def paths(folder: str) -> Iterator[Way]:
         yield Way(f"CP runahead, kv last, rank {rank}", section, ranks=3, rank=rank)
     section = {"context_parallel": {"size": 3, "prefill": "pass_kv"}}
     yield Way("CP pass_kv, window", section, family="mistral", ranks=3, rank=1)
-    yield Way("TP", ranks=2, rank=1, tp=2)
+    yield Way("TP", ranks=2, rank=1, tp=2, captured=True)
     yield Way("CP x TP", {"context_parallel": {"size": 2}}, ranks=4, rank=3, tp=2)
     for method in COMPRESSION:
         section: dict[str, Any] = {"fairkv": {"method": method, "budget": 40, "min_tokens": 48}}
@@ -153,6 +157,7 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
     os.environ.update(RANK=str(path.rank), WORLD_SIZE=str(path.ranks))
     steps, error = Steps(cuda), ""
     cuda.waits.clear()
+    cuda.graphs.clear()
     try:
         dist.init_process_group("fake", rank=path.rank, world_size=path.ranks, store=FakeStore())
         model = AutoModelForCausalLM.from_config(FAMILIES[path.family](), dtype=path.dtype)
@@ -174,7 +179,11 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
         error = "".join(traceback.format_exception(problem))
     finally:
         stop_distributed()
-    marks, varlen = [*steps.marks, 0, 0], [*steps.varlen, 0, 0]
+    graphs = [graph for graph in cuda.graphs if graph.replays]
+    broken = [what for graph in cuda.graphs for what in graph.broken]
+    if not error and (broken or bool(graphs) != path.captured):
+        error = f"graphs: {len(graphs)}, of which there should be {'some' if path.captured else 'none'}; {broken}"
+    marks, varlen = ([*each, *[0] * STEPS] for each in (steps.marks, steps.varlen))
     step = Counter(cuda.waits[marks[STEPS - 2] : marks[STEPS - 1]]) if len(steps.marks) >= STEPS else Counter()
     own = {wait: count for wait, count in step.items() if wait.place.startswith("megakv/")}
     return {
@@ -183,6 +192,8 @@ def rehearse(path: Way, cuda: FakeCuda) -> dict[str, Any]:
         "error": error,
         "waits_per_step": sum(own.values()),
         "most": path.most,
+        "captured": [len(graph.held) for graph in graphs],
+        "collectives_captured": sum("allreduce" in name for graph in graphs for name, _ in graph.held),
         "varlen_calls": varlen[STEPS - 1] - varlen[STEPS - 2],
         "waits_of_transformers": sum(step.values()) - sum(own.values()),
         "where": _shown(step),

@@ -7,6 +7,10 @@ which are a mask without padding, the tokens that compression keeps, and a valid
 
 The host waits for the device where it reads from it, where it copies to it from memory that is not pinned, or not with
 ``non_blocking``, and where it synchronises a stream or an event. Each such place is noted with its line.
+
+Operations are counted, too, that a device would be given: all but views and memory that is only taken. A CUDA graph is
+the operations that were given while it was captured; what would break it, or be wrong when it is replayed, is noted.
+MegaKV's kernels for steps of decoding and PyTorch's fused attention are stand-ins of the same number of launches.
 """
 
 from __future__ import annotations
@@ -14,8 +18,9 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-import time
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,22 +29,23 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from fake_kernels import NO_WORK, READS, VARLEN, Event, Graph, Stream, address, attention, know_cuda, step_kernel
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_map_only
 
+from megakv.attention import device_step
 from megakv.distributed import comm
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.health import HealthChannel
+from megakv.injection import step_graphs
+from megakv.injection.step_graphs import WAITED
+from megakv.offload.cuda_link import CudaStreams
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = torch.device("cuda", 0)
-READS = {aten._local_scalar_dense.default, aten.equal.default, aten.allclose.default}
-"""Operations that give Python a number."""
-VARLEN = {aten._flash_attention_forward.default, aten._efficient_attention_forward.default}
-"""Attention to runs of any lengths."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +86,12 @@ class FakeCuda(TorchDispatchMode):
         What a truth value on the device is found to be.
     varlen : int
         Calls of attention to runs of any lengths.
+    operations : Counter
+        That reached the device, by name and place.
+    bytes_up, bytes_down : int
+        Copied to the device and from it.
+    graphs : list of Graph
+        Captured so far.
     """
 
     def __init__(self, fake: FakeTensorMode):
@@ -87,6 +99,11 @@ class FakeCuda(TorchDispatchMode):
         self.waits: list[Wait] = []
         self.truth = False
         self.varlen = 0
+        self.operations: Counter[tuple[str, str]] = Counter()
+        self.bytes_up = self.bytes_down = 0
+        self.graphs: list[Graph] = []
+        self.debug: int | str = 0
+        self._capturing: Graph | None = None
         self._fake = fake
         self._pinned: weakref.WeakValueDictionary[int, torch.UntypedStorage] = weakref.WeakValueDictionary()
         self._registered: list[tuple[int, int]] = []
@@ -94,6 +111,29 @@ class FakeCuda(TorchDispatchMode):
     def wait(self, operation: str) -> None:
         """Note that the host waits here."""
         self.waits.append(Wait(operation, _place()))
+        self._breaks(operation)
+        if self.debug == "warn":
+            warnings.warn(f"called a {WAITED}", stacklevel=2)
+
+    def _breaks(self, what: str) -> None:
+        if self._capturing is not None:
+            self._capturing.broken.append(f"{what} at {_place()}")
+
+    def launch(self, operation: str, *shapes: Any) -> None:
+        """Count what reaches the device."""
+        self.operations[operation, _place()] += 1
+        if self._capturing is not None:
+            self._capturing.held.append((operation, shapes))
+
+    @contextlib.contextmanager
+    def capture(self, graph: Graph, **_: Any) -> Iterator[None]:
+        """``torch.cuda.graph``: nothing is given to the device."""
+        before, self._capturing = self.operations.copy(), graph
+        try:
+            yield
+        finally:
+            self._capturing, self.operations = None, before
+        self.graphs.append(graph)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -112,17 +152,31 @@ class FakeCuda(TorchDispatchMode):
                 return self._pin(found) if pin else found
         self.varlen += func in VARLEN
         if func in READS:
+            self.bytes_down += args[0].element_size()
             self.wait(func._opname)
             return self._number(args[0]) if func is aten._local_scalar_dense.default else True
+        if not func.is_view and func not in NO_WORK and func.namespace != "prim":
+            shapes = [tuple(each.shape) for each in args if isinstance(each, Tensor)]
+            if func is not aten._to_copy.default or args[0].numel():
+                self.launch(func._opname, *shapes)
         if inside and to is not None and torch.device(to).type == "cpu":
             return self._read(args[0], kwargs)
         if func is aten.copy_.default:
             return self._copy(*args, **kwargs)
         if func is aten._to_copy.default and not inside:
+            self._up(args[0])
             if not (kwargs.get("non_blocking") and self._is_pinned(args[0])):
                 self.wait("copy to the device")
         with self._fake:
-            return func(*self._known(args), **self._known(kwargs))
+            found = func(*self._known(args), **self._known(kwargs))
+        if func is aten.all.default:
+            # Only of masks is that asked.
+            found.whole = True
+        return found
+
+    def _up(self, source: Tensor) -> None:
+        self.bytes_up += source.nbytes
+        self._breaks("copy to the device, whose source a replay finds changed,")
 
     def _known(self, values: Any) -> Any:
         """Values with a fake for each real tensor: torch would compute with the numbers in it."""
@@ -135,10 +189,13 @@ class FakeCuda(TorchDispatchMode):
         return tree_map_only(Tensor, fake, values)
 
     def _number(self, tensor: Tensor) -> Any:
+        if getattr(tensor, "whole", False):
+            return True
         return self.truth if tensor.dtype == torch.bool else 1.0 if tensor.is_floating_point() else 1
 
     def _read(self, tensor: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """A real tensor in the place of one on the device."""
+        self.bytes_down += tensor.nbytes
         self.wait("copy to the host")
         with unset_fake_temporarily():
             dtype = kwargs.get("dtype") or tensor.dtype
@@ -148,6 +205,10 @@ class FakeCuda(TorchDispatchMode):
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
         there, here = isinstance(target, FakeTensor), isinstance(source, FakeTensor)
         host = source if there else target
+        if there and not here:
+            self._up(source)
+        elif here and not there:
+            self.bytes_down += target.nbytes
         if there != here and not (non_blocking and self._is_pinned(host)):
             self.wait("copy to the device" if there else "copy to the host")
         if there:
@@ -185,44 +246,6 @@ class FakeCuda(TorchDispatchMode):
         return 0
 
 
-class _Stream:
-    """A stream in which nothing takes any time."""
-
-    def __init__(self, cuda: FakeCuda):
-        self._cuda = cuda
-
-    def synchronize(self) -> None:
-        self._cuda.wait("Stream.synchronize")
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    wait_stream = wait_event
-
-
-class _Event:
-    """A moment in a stream: over at once, at the time at which it was recorded."""
-
-    def __init__(self, cuda: FakeCuda):
-        self._cuda = cuda
-        self._at = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self._at = time.perf_counter()
-
-    def query(self) -> bool:
-        return True
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        self._cuda.wait("Event.synchronize")
-
-    def elapsed_time(self, other: _Event) -> float:
-        return (other._at - self._at) * 1e3
-
-
 _tensor = torch.tensor
 
 
@@ -249,9 +272,10 @@ def fake_cuda() -> Iterator[FakeCuda]:
     """A process with one CUDA device that does nothing."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     cuda = FakeCuda(fake)
-    stream = _Stream(cuda)
+    stream = Stream(cuda.wait)
     runtime = mock.Mock(cudaHostRegister=cuda.register, cudaHostUnregister=lambda address: 0)
-    properties = mock.Mock(total_memory=80 << 30, major=9, minor=0, multi_processor_count=132)
+    sizes = {"total_memory": 80 << 30, "multi_processor_count": 132, "shared_memory_per_block_optin": 227 << 10}
+    properties = mock.Mock(major=9, minor=0, **sizes)
     properties.name = "no device"
     answers = {
         "_lazy_init": lambda: None,
@@ -272,13 +296,19 @@ def fake_cuda() -> Iterator[FakeCuda]:
         "synchronize": lambda device=None: cuda.wait("synchronize"),
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
-        "Stream": lambda *args, **options: _Stream(cuda),
-        "Event": lambda *args, **options: _Event(cuda),
+        "Stream": lambda *args, **options: Stream(cuda.wait),
+        "Event": lambda *args, **options: Event(cuda.wait),
         "current_stream": lambda device=None: stream,
         "stream": lambda stream: contextlib.nullcontext(),
         "device": lambda device: contextlib.nullcontext(),
         "cudart": lambda: runtime,
+        "CUDAGraph": lambda: Graph(cuda.launch),
+        "graph": cuda.capture,
+        "default_generators": (mock.Mock(),),
+        "get_sync_debug_mode": lambda: cuda.debug,
+        "set_sync_debug_mode": lambda mode: setattr(cuda, "debug", mode),
     }
+    know_cuda()
     with fake:
         # Once on a machine without a GPU, torch takes a guard of devices that does nothing.
         assert not torch.cuda.is_available()
@@ -292,6 +322,13 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(mock.patch.object(torch, "tensor", _new_tensor))
         stack.enter_context(mock.patch.object(nn.Module, "to", _move))
         stack.enter_context(mock.patch.object(torch, "set_rng_state", lambda state: None))
+        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", attention))
+        stack.enter_context(mock.patch.object(FakeTensor, "data_ptr", address))
+        stack.enter_context(mock.patch.object(device_step, "_agrees", lambda *case: True))
+        stack.enter_context(mock.patch.object(device_step, "_kernel", lambda: step_kernel(cuda.launch)))
+        # The driver's own call, which knows addresses alone.
+        stack.enter_context(mock.patch.object(CudaStreams, "_memcpy", staticmethod(lambda *copy: 0)))
+        stack.enter_context(mock.patch.object(step_graphs, "attends_on_device", lambda: True))
         # Threads of their own have no modes: what they copy is noted and made all the same.
         run = threading.Thread.run
 

@@ -131,6 +131,33 @@ class RowTable:
         self.words[self._bounds[sequence + 1] * RUN_WORDS - RUN_WORDS + 2] += rows
 
 
+class RowTables:
+    """`RowTable`s of several layers: ``[layers, 5]`` of what each calls `stepped`; `held` is what they point to."""
+
+    def __init__(self, stepped: NDArray[np.int64], held: object):
+        self.stepped, self._held = stepped, held
+
+    def __len__(self) -> int:
+        return len(self.stepped)
+
+    @classmethod
+    def of(cls, tables: Sequence[RowTable]) -> RowTables:
+        """Tables that each layer made by itself."""
+        return cls(np.array([table.stepped for table in tables], dtype=np.int64), tables)
+
+    @classmethod
+    def at(cls, words: NDArray[np.int64], counts: NDArray[np.int64], gone: NDArray[np.int64]) -> RowTables:
+        """Tables of ``[layers, n, 9]`` runs, of which sequences have ``[B]`` in every layer; ``[layers, B]`` rows are
+        gone.
+        """
+        (layers, runs, _), bounds = words.shape, np.concatenate([[0], np.cumsum(counts)])
+        stepped = np.empty((layers, 5), dtype=np.int64)
+        stepped[:] = len(counts), bounds.ctypes.data, gone.ctypes.data, words.ctypes.data, runs
+        stepped[:, 2] += np.arange(layers) * gone.strides[0]
+        stepped[:, 3] += np.arange(layers) * words.strides[0]
+        return cls(stepped, (words, bounds, gone))
+
+
 class Decoding:
     """A call of the kernel, ready to be made: its arguments before and behind the number of threads.
 

@@ -18,7 +18,7 @@ from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.attention.step import seen_rows
 from megakv.attention.tiles import Tiles
-from megakv.base.device import upload
+from megakv.base.device import pinned
 from megakv.distributed.sharding import TokenBlock, TokenTable
 
 MOST_RUNS = 9
@@ -91,7 +91,7 @@ class StepTables:
                 for sequence in range(tokens.batch):
                     store.crop(sequence, store.rows(sequence) - 1)
             return False
-        self._words[: len(found)].copy_(upload(found, self._device), non_blocking=True)
+        self._words[: len(found)].copy_(pinned(found, self._device), non_blocking=True)
         return True
 
     def _filled(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megakv.attention.compiled import RowTable
 from megakv.attention.partial import KVPart, PackedAttention, Part, dense
+from megakv.attention.prompts import attend_prompts
 from megakv.attention.reference import Scoring
 from megakv.attention.together import PackedRows, attend_rows, attend_together
 from megakv.distributed.sharding import IntArray, Layout, TokenBlock, TokenTable
@@ -85,6 +86,15 @@ class Store(ABC):
         """
         return None
 
+    in_hand = False
+    """Whether it holds all rows that come, as they come: where none was there, those of a pass are all there are."""
+
+    def hold_alike(self, sequences: int, k_KLD: Tensor, v_KLD: Tensor) -> bool:
+        """Hold prompts of so many sequences, of as many rows each, in one copy; False, with nothing done, where a store
+        has rows already or does not know how.
+        """
+        return False
+
     def packed(self) -> tuple[Tensor, Tensor, list[int], list[int]] | None:
         """A buffer's keys ``[K, R, D]`` and values ``[K, R, Dv]``, each sequence's first row in it, and its rows.
 
@@ -138,6 +148,10 @@ class AttentionCall:
 
     `queries` and `tokens` are those of `q_HLD` either way.
     """
+    in_hand: bool = False
+    """Whether, where nothing was cached, `k_KLD` and `v_KLD` are all that there is to attend to."""
+    once: Callable[[Any, Callable[[], Any]], Any] = lambda key, make: make()
+    """What all layers of the pass share, by key: made by the first one that asks."""
     _parts: list[Part] | None = field(default=None, init=False)
 
     @property
@@ -235,8 +249,8 @@ class AttentionCall:
 AttentionMethod = Callable[[AttentionCall], tuple[Tensor, Tensor]]
 """A way to compute exact attention over tokens that are spread over ranks.
 
-It returns ``[H, L, Dv]`` float32 (or float64) outputs and the log-sum-exp ``[H, L]`` of this rank's queries. An engine
-makes one instance, which all layers and passes call.
+It returns ``[H, L, Dv]`` outputs, float32 (or float64, or in the kernel's type where nothing is merged), and the
+log-sum-exp ``[H, L]`` of this rank's queries. An engine makes one instance, which all layers and passes call.
 """
 
 
@@ -256,10 +270,13 @@ def attend_here(
     `parts`, all of the call's if None, are looked at after the rest has begun elsewhere.
     """
     elsewhere = call.store.attend_elsewhere(call, q_HLD, tokens)
+    if elsewhere is None and parts is None and (found := attend_prompts(call, q_HLD, tokens)) is not None:
+        return found
     out, lse = _together(call, q_HLD, tokens, parts) or attend_rows(
         q_HLD, tokens, call.scoring, call.kv_heads, call.value_dim, call.parts if parts is None else parts
     )
     if elsewhere is not None:
+        out = out.to(lse.dtype)
         elsewhere.merge_into(out, lse)
     return out, lse
 

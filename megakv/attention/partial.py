@@ -51,6 +51,11 @@ class PartialAttention:
     def lse(self) -> Tensor:
         return self._accumulators()[1]
 
+    @property
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Both, but `out` in the type of its kernel where nothing was merged: as exact, and written once."""
+        return self._accumulators() if self._state is None else self._state
+
     def add(self, k_KSD: Tensor, v_KSD: Tensor, k_slots: Slots, k_positions: Slots | None = None) -> None:
         """Attend to the visible ones of these keys and merge the result.
 
@@ -110,7 +115,7 @@ class PartialAttention:
         if self._state is None:
             self.value_dim = out.shape[-1]
             if q1 - q0 == len(self.q_slots):
-                self._state = out.to(self._dtype), lse
+                self._state = out, lse
                 self._seen[:] = True
                 return
         all_out, all_lse = self._accumulators()
@@ -132,6 +137,8 @@ class PartialAttention:
             out = self.q_HLD.new_zeros(rows, heads, self.value_dim, dtype=self._dtype)
             lse = self.q_HLD.new_full((rows, heads), -torch.inf, dtype=self._dtype)
             self._state = out.transpose(0, 1), lse.t()
+        elif self._state[0].dtype != self._dtype:
+            self._state = self._state[0].to(self._dtype), self._state[1]
         return self._state
 
 
@@ -225,14 +232,13 @@ class PackedAttention:
             partial.merge(out_HLD[:, run], lse_HL[:, run])
 
     def result(self) -> tuple[Tensor, Tensor]:
-        """``[H, L, Dv]`` outputs and ``[H, L]`` log-sum-exps so far."""
+        """``[H, L, Dv]`` outputs and ``[H, L]`` log-sum-exps so far; see `PartialAttention.result`."""
         if len(self._runs) == 1:
             run, partial = next(iter(self._runs.values()))
             if run.stop - run.start == self._shape[1]:
-                return partial.out, partial.lse
+                return partial.result
         out = torch.zeros(self._shape, dtype=self._dtype, device=self._device)
         lse = torch.full(self._shape[:2], float("-inf"), dtype=self._dtype, device=self._device)
         for run, partial in self._runs.values():
-            out[:, run] = partial.out
-            lse[:, run] = partial.lse
+            out[:, run], lse[:, run] = partial.result
         return out, lse

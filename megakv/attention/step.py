@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, RowTable, Run, located
+from megakv.attention.compiled import DecodeKernel, RowTable, RowTables, Run, located
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import Scoring, dense_attention
 from megakv.base.library import TYPES, fault, load
@@ -34,6 +34,12 @@ class RowStore(Protocol):
     """What a step uses of a layer's `megakv.cache.store.KVStore`."""
 
     def in_place(self, new: Sequence[int], k_KLD: Tensor, v_KLD: Tensor) -> RowTable | None: ...
+
+
+class HasPlaces(Protocol):
+    """What it uses of a `megakv.cache.cache.ShardedCache`."""
+
+    def places(self, new: Sequence[int], like: tuple[Tensor, Tensor]) -> RowTables | None: ...
 
 
 class HasTable(Protocol):
@@ -110,14 +116,24 @@ class TokenStep:
         """Where those of a layer lie, with places for new ones of that kind."""
         return store.in_place(self._new, k_KLD, v_KLD)
 
-    def held(self, table: RowTable, window: int | None) -> tuple[int, ...]:
-        """What the kernel calls so, of a layer."""
+    def _common(self, window: int | None) -> tuple[int, ...]:
+        """What the kernel is told of the pass."""
         seen = windows = 0
         if window is not None:
             if window not in self._windows:
                 self._windows[window] = np.ascontiguousarray(self._seen(window), dtype=np.int64)
             seen, windows = self._windows[window].ctypes.data, len(self._windows[window])
-        return *self._at, seen, self.length, windows, *table.stepped
+        return *self._at, seen, self.length, windows
+
+    def held(self, tables: RowTables, window: int | None) -> IntArray:
+        """``[layers, 11]`` of what the kernel calls so."""
+        held = np.empty((len(tables), 11), dtype=np.int64)
+        held[:, :6], held[:, 6:] = self._common(window), tables.stepped
+        return held
+
+    def places(self, cache: HasPlaces, like: Tensor) -> RowTables | None:
+        """Where rows of all layers lie, with places for the new ones, whose keys and values are like that one."""
+        return cache.places(self._new, (like, like))
 
     def attend(
         self,
@@ -138,7 +154,7 @@ class TokenStep:
             self._pairs and q_BHSD.dtype == torch.bfloat16, rows, heads, kv_heads, dim, value_dim,
             q_BHSD.data_ptr(), q_head, q_row, k_BKSD.data_ptr(), k_head, k_row, v_BKSD.data_ptr(), v_head, v_row,
         ))  # fmt: skip
-        held, kind = array("q", self.held(table, scoring.window)), TYPES[q_BHSD.dtype]
+        held, kind = array("q", (*self._common(scoring.window), *table.stepped)), TYPES[q_BHSD.dtype]
         sinks = None if sinks is None else sinks.to(torch.float32).contiguous()
         out, alone = q_BHSD.new_empty((1, rows, heads, value_dim)), self._gather is None
         found = out if alone else q_BHSD.new_empty((rows, heads, value_dim + 1), dtype=torch.float32)

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, RowTable, located
+from megakv.attention.compiled import DecodeKernel, RowTables, located
 from megakv.attention.layer import LayerCalls
 from megakv.attention.step import TokenStep
 from megakv.base.library import fault
@@ -120,6 +120,9 @@ class WholeLayersCall:
         """Of the world, those that it exchanges messages with, itself included; none where it is alone."""
         plans = [_WholeLayer(layer.calls.address, layer.address, layer.scale) for layer in layers]
         self._plans = (_WholeLayer * len(plans))(*plans)
+        shapes = {layer.like.shape for layer in layers}
+        self.like = layers[0].like if len(shapes) == 1 else None
+        """Keys, or values, of a row, where all layers have the same."""
         self._at = array("d", (0.0,) * (2 * len(PARTS) * len(plans)))
 
     def __call__(
@@ -128,7 +131,7 @@ class WholeLayersCall:
         cos: Tensor,
         sin: Tensor,
         step: TokenStep,
-        tables: Sequence[RowTable],
+        tables: RowTables,
         window: int | None,
     ) -> tuple[Tensor, list[list[Moment]]]:
         """``[..., L, h]`` of hidden states ``[..., L, h]`` and rotary embeddings ``[..., L, D]``, and what each layer
@@ -143,11 +146,9 @@ class WholeLayersCall:
         """
         out, rows, calls = torch.empty_like(x), x.numel() // x.shape[-1], self.layers[0].calls
         assert x.shape[-1] == calls.hidden and cos.numel() == sin.numel() == rows * calls.weights.head_dim
-        held = array("q")
-        for table in tables:
-            held.extend(step.held(table, window))
+        held = step.held(tables, window)
         if code := self._call(
-            ctypes.addressof(self._plans), len(self._plans), held.buffer_info()[0], len(tables), rows, x.data_ptr(),
+            ctypes.addressof(self._plans), len(self._plans), held.ctypes.data, len(tables), rows, x.data_ptr(),
             cos.data_ptr(), sin.data_ptr(), step.threads, out.data_ptr(), self._at.buffer_info()[0],
         ):  # fmt: skip
             for channel in self._channels:

@@ -41,8 +41,14 @@ def upload(values: NDArray[Any], device: torch.device) -> Tensor:
     Out of pinned memory, which torch gives to nobody else before the copy is over: from any other, the host would wait
     for all that the device has to do before it.
     """
+    tensor = pinned(values, device)
+    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
+
+
+def pinned(values: NDArray[Any], device: torch.device) -> Tensor:
+    """A tensor of the host, from which a device is copied to with ``non_blocking``."""
     tensor = torch.from_numpy(values)
-    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.pin_memory()
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:

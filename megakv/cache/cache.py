@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from torch import Tensor
 
+from megakv.attention.compiled import RowTables
 from megakv.cache.dense import DenseStore
 from megakv.cache.notes import Notes
+from megakv.cache.places import Places, tables_of
 from megakv.cache.ragged import RaggedStore, Rotate
 from megakv.cache.segments import first_held
 from megakv.cache.span import CacheSpan
-from megakv.cache.store import KVStore, SpanStore, TurnStore
+from megakv.cache.store import KVStore, Pair, SpanStore, TurnStore
 from megakv.cache.transformers_cache import TransformersCache
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
 
@@ -63,7 +65,8 @@ class ShardedCache(TransformersCache):
         self.compresses = compresses
         self._new_store, self._shares_heads, self._rotate = new_store, shares_heads, rotate
         self.table = TokenTable(size, 0)
-        self._stores: list[KVStore | None] = [None] * layers
+        self._held: list[KVStore | None] = [None] * layers
+        self._places: Places | None = None
         # By layer and sequence; and those of a pass under way.
         self._notes: list[dict[int, Notes]] = [{} for _ in range(layers)]
         self._expected: Sequence[int] = ()
@@ -94,9 +97,9 @@ class ShardedCache(TransformersCache):
         if self.length == 0:
             self.table = TokenTable(self.size, batch, prompts)
             self.compressed = [[] for _ in range(batch)]
-            self.gone, self.reach = [0] * len(self._stores), 0
-            self._stores = [None] * len(self._stores)
-            self._notes = [{} for _ in self._stores]
+            self.gone, self.reach = [0] * len(self), 0
+            self._held, self._places = [None] * len(self), None
+            self._notes = [{} for _ in range(len(self))]
         elif batch != self.table.batch:
             raise ValueError(
                 f"input_ids has {batch} rows but the cache holds {self.table.batch} sequences; "
@@ -135,7 +138,7 @@ class ShardedCache(TransformersCache):
             self._notes[layer] = notes
         self._new_notes.clear()
         # What comes of a turn may be compressed together with what came.
-        for layer in range(len(self._stores) if self.forgets else 0):
+        for layer in range(len(self) if self.forgets else 0):
             self._leave_behind(layer, slots - proposed if compressed or first is None else first)
 
     def attended(self, layer: int, slots: int) -> None:
@@ -148,9 +151,9 @@ class ShardedCache(TransformersCache):
 
     def _leave_behind(self, layer: int, slots: int) -> None:
         """Forget what the window of later queries leaves out, of the tokens before a slot."""
-        window, store = self.windows[layer], self._stores[layer]
+        window = self.windows[layer]
         first = first_held(window, slots, self.gone[layer])
-        if window is None or store is None or first == self.gone[layer]:
+        if window is None or first == self.gone[layer] or (store := self._stores[layer]) is None:
             return
         self.gone[layer], self.reach = first, max(self.reach, first + window - 1)
         for sequence in range(self.table.batch):
@@ -161,6 +164,30 @@ class ShardedCache(TransformersCache):
         """Whether tokens of any sequence were compressed."""
         return any(self.compressed)
 
+    @property
+    def _stores(self) -> list[KVStore | None]:
+        """Stores by layer, those that there are: they know of all rows."""
+        if (places := self._places) is not None:
+            self._places = None
+            places.settle()
+        return self._held
+
+    def places(self, new: Sequence[int], like: Pair) -> RowTables | None:
+        """Where the rows of all layers lie, with places for so many new ones of each sequence, which all layers have to
+        fill then; None, with nothing done, where each layer's store must be asked.
+        """
+        if (lent := self.lent(new, like)) is None:
+            return None
+        lent.take(new)
+        return tables_of([lent])
+
+    def lent(self, new: Sequence[int], like: Pair) -> Places | None:
+        """Places for at least so many, which stay those of this cache until something else is asked of its stores."""
+        if self._places is None or not self._places.has(new, like[0].dtype):
+            stores = [self.store(layer) for layer in range(len(self))]
+            self._places = Places.of(stores, new, like)
+        return self._places
+
     def store(self, layer: int) -> KVStore:
         """The store of one layer, created at its first use."""
         store = self._stores[layer]
@@ -168,7 +195,7 @@ class ShardedCache(TransformersCache):
             store = rows = self._new_store(layer, self.table.prompts)
             if self.compresses:
                 store = self._compressing(rows, None if self._rotate is None else partial(self._rotate, layer))
-            self._stores[layer] = store
+            self._held[layer] = store
             if self._expected:
                 cast(SpanStore, store).preallocate(0, self._expected[layer])
         return store
@@ -205,7 +232,7 @@ class ShardedCache(TransformersCache):
 
         A ValueError where they do not fit, which leaves the cache as it was.
         """
-        span.check_follows(self.length, rank=self.rank, size=self.size, layers=len(self._stores))
+        span.check_follows(self.length, rank=self.rank, size=self.size, layers=len(self))
         # No pass begins: nothing is brought for one.
         ShardedCache.begin(self, span.layout, 1)
         try:
@@ -224,13 +251,13 @@ class ShardedCache(TransformersCache):
         twin.windows, twin.gone, twin.reach = list(self.windows), list(self.gone), self.reach
         twin.forgets = self.forgets
         twin.table = self.table.fork()
-        twin._stores = [None if store is None else store.fork() for store in self._stores]
+        twin._held = [None if store is None else store.fork() for store in self._stores]
         twin._notes = [dict(notes) for notes in self._notes]
         return twin
 
     def _empty(self) -> ShardedCache:
         return ShardedCache(
-            len(self._stores),
+            len(self),
             size=self.size,
             rank=self.rank,
             new_store=self._new_store,
@@ -277,7 +304,7 @@ class ShardedCache(TransformersCache):
         if slots < self.reach:
             slots = 0
         if slots == 0:
-            self.gone, self.reach = [0] * len(self._stores), 0
+            self.gone, self.reach = [0] * len(self), 0
         self.length = min(self.length, slots)
         self.compressed = [
             [(first, min(last, slots)) for first, last in ranges if first < slots] for ranges in self.compressed

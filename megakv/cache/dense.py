@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
-from megakv.attention.compiled import RowTable, Run
+from megakv.attention.compiled import RowTable
 from megakv.cache.segments import SegmentedRows
 from megakv.cache.store import Pair, SpanStore
 
@@ -25,6 +26,8 @@ class DenseStore(SpanStore):
     `least_growth` are the rows that a full buffer grows by at least.
     """
 
+    in_hand = True
+
     def __init__(self, batch: int, least_growth: int = GROWTH_MINIMUM):
         self._least_growth = least_growth
         self._held: list[SegmentedRows | None] = [None] * batch
@@ -36,6 +39,17 @@ class DenseStore(SpanStore):
 
     def reserve(self, sequence: int, rows: int, k_KSD: Tensor, v_KSD: Tensor) -> Pair:
         return self._rows_like(sequence, (k_KSD, v_KSD)).extend(rows)
+
+    def hold_alike(self, sequences: int, k_KLD: Tensor, v_KLD: Tensor) -> bool:
+        count = len(self._held)
+        rows = k_KLD.shape[1] // max(1, count)
+        if sequences != count or self._expected or any(self._absent) or any(self._held):
+            return False
+        pair = (each.unflatten(1, (count, rows)).transpose(0, 1) for each in (k_KLD, v_KLD))
+        keys, values = (each.clone(memory_format=torch.contiguous_format) for each in pair)
+        self._held = [SegmentedRows.of(own, self._least_growth) for own in zip(keys, values, strict=True)]
+        self._table = None
+        return True
 
     def _rows_like(self, sequence: int, like: Pair) -> SegmentedRows:
         held, self._table = self._held[sequence], None
@@ -70,7 +84,7 @@ class DenseStore(SpanStore):
         if self._table is not None:
             if self._table.dtype != k_KLD.dtype:
                 return None
-        elif {held.dtype for held in self._held if held is not None} - {k_KLD.dtype}:
+        elif self.dtypes - {k_KLD.dtype}:
             return None
         for sequence, rows in enumerate(new):
             held = self._held[sequence]
@@ -81,10 +95,24 @@ class DenseStore(SpanStore):
             elif self._table is not None:
                 self._table.add(sequence, rows)
         if self._table is None:
-            every = range(len(self._held))
-            runs = [[_to_the_end(*pair) for pair in self.runs(sequence)] for sequence in every]
-            self._table = RowTable.of(runs, [self.gone(sequence) for sequence in every], k_KLD.dtype)
+            runs = [[] if held is None else held.runs() for held in self._held]
+            gone = [self.gone(sequence) for sequence in range(len(self._held))]
+            self._table = RowTable.of(runs, gone, k_KLD.dtype)
         return self._table
+
+    @property
+    def dtypes(self) -> set[torch.dtype]:
+        """The types of all rows."""
+        return {held.dtype for held in self._held if held is not None}
+
+    def lend(self, sequence: int, rows: int, like: Pair) -> tuple[SegmentedRows | None, int]:
+        """The rows of a sequence, if there are any, with places for so many more or more, and how many: see
+        `SegmentedRows.lend`.
+        """
+        held, self._table = self._held[sequence], None
+        if rows:
+            held = self._rows_like(sequence, like)
+        return held, 0 if held is None or not rows else held.lend(rows)
 
     def part(self, sequence: int) -> Pair:
         """All rows in one piece, a copy from then on where they lay in several."""
@@ -133,9 +161,3 @@ class DenseStore(SpanStore):
 
     def nbytes(self) -> int:
         return sum(held.nbytes() for held in self._held if held is not None)
-
-
-def _to_the_end(*pair: Tensor) -> Run:
-    """A run with all of the memory behind it, where more rows may come."""
-    k_size, v_size = (int(x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()) for x in pair)
-    return Run.of(*pair)._replace(k_size=k_size, v_size=v_size)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 import numpy as np
 from torch import Tensor
 
-from megakv.attention.compiled import RowTable
+from megakv.attention.compiled import RowTable, RowTables
 from megakv.base.errors import MegaKVError
 from megakv.cache.cache import ShardedCache
+from megakv.cache.places import Places, tables_of
 from megakv.cache.store import KVStore, Pair
 from megakv.distributed.sharding import IntArray, Layout, TokenTable
 
@@ -86,6 +87,7 @@ class JoinedCache(ShardedCache):
         super().__init__(len(first), size=first.size, rank=first.rank)
         self.members = members
         self._ends: list[int] = []
+        self._forgetful: list[tuple[ShardedCache, int]] = []
         # Layers of the pass so far.
         self._attended: list[int] = []
         self._join()
@@ -106,32 +108,45 @@ class JoinedCache(ShardedCache):
         pasts = self.pasts(batch)
         counts = np.sum([np.diff(block.bounds) for block in layout.stored], axis=0)
         self._ends = (pasts + counts).tolist()
+        self._forgetful = [pair for pair in zip(self.members, self._ends, strict=True) if pair[0].forgets]
         for member in self.members:
             member.prepare(1)
         self.table = TokenTable.joined([member.table for member in self.members])
         self.table.extend(layout)
         self._attended.clear()
-        self._stores = [None] * len(self._stores)
+        self._held = [None] * len(self)
 
     def store(self, layer: int) -> KVStore:
-        store = self._stores[layer]
+        store = self._held[layer]
         if store is None:
-            store = self._stores[layer] = JoinedStore([member.store(layer) for member in self.members])
+            store = self._held[layer] = JoinedStore([member.store(layer) for member in self.members])
         return store
+
+    def places(self, new: Sequence[int], like: Pair) -> RowTables | None:
+        lent = list[Places]()
+        for member, rows in zip(self.members, new, strict=True):
+            if (places := member.lent((rows,), like)) is None:
+                return None
+            lent.append(places)
+        for places, rows in zip(lent, new, strict=True):
+            places.take((rows,))
+        # Members' stores do not know of them until they are asked for again.
+        self._held = [None] * len(self)
+        return tables_of(lent)
 
     def attended(self, layer: int, slots: int) -> None:
         self._attended.append(layer)
-        for member, end in zip(self.members, self._ends, strict=True):
-            if member.forgets:
-                member.windows[layer] = self.windows[layer]
-                member.attended(layer, end)
+        for member, end in self._forgetful:
+            member.windows[layer] = self.windows[layer]
+            member.attended(layer, end)
 
     def commit(
         self, slots: int, *, compressed: Sequence[int] = (), first: int | None = None, proposed: int = 0
     ) -> None:
+        windows = [(layer, self.windows[layer]) for layer in self._attended if self.windows[layer] is not None]
         for member, end in zip(self.members, self._ends, strict=True):
-            for layer in self._attended:
-                member.windows[layer] = self.windows[layer]
+            for layer, window in windows:
+                member.windows[layer] = window
             member.commit(end, proposed=proposed)
         self._join()
 

@@ -11,10 +11,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from megakv.attention.compiled import Run
 from megakv.cache.store import Pair, cut
 
 GROWTH_DIVISOR = 32
-"""A full tail grows by this fraction of its length, so unused capacity stays near 3%."""
+"""A full tail grows by this fraction of all rows, so unused capacity stays near 3%."""
 WINDOW_GROWTH_DIVISOR = 64
 """Where rows are left behind, it grows by that fraction: with those of a window's margin, all are within 5%."""
 SPARE_DIVISOR = 30
@@ -35,16 +36,23 @@ read anew, and not every token is a reason to look for what can go."""
 class _Buffer:
     """Memory of a tail, filled from the front. Whoever holds all rows that were written may write the next ones."""
 
-    __slots__ = ("capacity", "keys", "shared", "values", "written")
+    __slots__ = ("_whole", "capacity", "keys", "shared", "values", "written")
 
     def __init__(self, keys: Tensor, values: Tensor, written: int = 0):
         self.keys, self.values, self.capacity = keys, values, keys.shape[1]
         self.written = written
         # So many leading rows others may hold, too: they are never written again.
         self.shared = 0
+        self._whole: Run | None = None
 
     def rows(self, first: int, last: int) -> Pair:
         return self.keys[:, first:last], self.values[:, first:last]
+
+    def run(self, first: int, last: int) -> Run:
+        """The same for compiled code, with all of the memory behind them, where more rows may come."""
+        if self._whole is None:
+            self._whole = Run.of(self.keys, self.values)
+        return self._whole.part(first, last - first, self.keys.element_size())
 
     def empty(self, capacity: int) -> _Buffer:
         """Another of the same heads, head dims, type and device."""
@@ -62,11 +70,20 @@ class SegmentedRows:
 
     def __init__(self, like: Pair, least_growth: int, gone: int = 0):
         self._frozen: tuple[Pair, ...] = ()
+        # Frozen segments, and where they lie.
+        self._found: tuple[tuple[Pair, ...], list[Run]] = ((), [])
         self._tail = _Buffer(*like).empty(0)
         # Which row the tail's buffer begins with.
         self._first = gone
         self._least_growth, self._expected = least_growth, 0
         self.length, self.gone = gone, gone
+
+    @classmethod
+    def of(cls, pair: Pair, least_growth: int) -> SegmentedRows:
+        """All of these rows, in memory that nobody else writes."""
+        held, rows = cls(pair, least_growth), pair[0].shape[1]
+        held._tail, held.length = _Buffer(*pair, rows), rows
+        return held
 
     @property
     def _like(self) -> Pair:
@@ -81,14 +98,34 @@ class SegmentedRows:
     def dtype(self) -> torch.dtype:
         return self._tail.keys.dtype
 
+    @property
+    def _places(self) -> int:
+        """Places right behind the last row."""
+        before, tail = self.length - self._first, self._tail
+        open_ended = 0 < before == tail.written and self.length > self.gone
+        return tail.capacity - before if open_ended else 0
+
     def take_places(self, rows: int) -> bool:
         """Whether there are places right behind the last row for so many more, which then count as present."""
-        before, tail = self.length - self._first, self._tail
-        if before <= 0 or self.length <= self.gone or before != tail.written or before + rows > tail.capacity:
+        if self._places < rows:
             return False
         self.length += rows
-        tail.written += rows
+        self._tail.written += rows
         return True
+
+    def lend(self, rows: int) -> int:
+        """Find places for so many rows, or more, behind the last one: nobody takes any until they are `taken`."""
+        if self._places < max(rows, self._least_growth // 2):
+            # A layer that is nearly full grows with those that are.
+            self._grow(rows)
+        places = self._tail.capacity - (self.length - self._first)
+        self._tail.written = self._tail.capacity
+        return places
+
+    def taken(self, rows: int) -> None:
+        """So many of the places that were lent have rows now."""
+        self.length += rows
+        self._tail.written = self.length - self._first
 
     def expect(self, length: int) -> None:
         """So many rows will be there in all: the next memory that is taken has places for them."""
@@ -98,19 +135,24 @@ class SegmentedRows:
         """Places of more rows, not written yet."""
         before = self.length - self._first
         if before != self._tail.written or before + rows > self._tail.capacity:
-            if self._tail.shared:
-                self._freeze()
-            needed = self._held + rows
-            growth = max(1, needed // WINDOW_GROWTH_DIVISOR) if self.gone else self._usual_growth(needed)
-            capacity = needed + growth if self.length > self.gone else needed
-            self._move(max(capacity, self._expected - max(self.gone, self._first)))
+            self._grow(rows)
             before = self.length - self._first
         self.length += rows
         self._tail.written = before + rows
         return self._tail.rows(before, before + rows)
 
-    def _usual_growth(self, needed: int) -> int:
-        return max(self._least_growth, needed // GROWTH_DIVISOR)
+    def _grow(self, rows: int) -> None:
+        """A tail of one's own that has places for so many more rows."""
+        if self._tail.shared:
+            self._freeze()
+        needed = self._held + rows
+        growth = max(1, needed // WINDOW_GROWTH_DIVISOR) if self.gone else self._usual_growth
+        capacity = needed + growth if self.length > self.gone else needed
+        self._move(max(capacity, self._expected - max(self.gone, self._first)))
+
+    @property
+    def _usual_growth(self) -> int:
+        return max(self._least_growth, min(self.length, 2 * self._least_growth), self.length // GROWTH_DIVISOR)
 
     def append_shared(self, runs: Sequence[Pair]) -> None:
         """Hold rows that others hold, too, and nobody writes any more; a ValueError if they are of another kind."""
@@ -151,7 +193,7 @@ class SegmentedRows:
     def _move(self, capacity: int) -> None:
         """The tail's rows to a buffer of one's own."""
         moved, held = self._tail.empty(capacity), self._held
-        for to, rows in zip(moved.rows(0, held), self._tail_rows(), strict=True):
+        for to, rows in zip(moved.rows(0, held), self._tail_rows() if held else (), strict=held > 0):
             to[:] = rows
         moved.written = held
         self._tail, self._first = moved, max(self.gone, self._first)
@@ -171,6 +213,13 @@ class SegmentedRows:
         """What lies contiguously, in order; nothing where no row is held."""
         tail = [self._tail_rows()] if self._held else []
         return [*self._frozen, *tail] if self._frozen else tail
+
+    def runs(self) -> list[Run]:
+        """The same for compiled code, the tail last, where there is one, empty or not."""
+        if self._found[0] is not self._frozen:
+            self._found = self._frozen, [Run.of(*pair) for pair in self._frozen]
+        tail, first = self._tail, max(self.gone, self._first) - self._first
+        return [*self._found[1], *([tail.run(first, self.length - self._first)] if tail.capacity else [])]
 
     def joined(self) -> Pair:
         """All of it in one piece, a copy from then on where it was in several."""

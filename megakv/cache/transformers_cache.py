@@ -49,7 +49,8 @@ class TransformersCache(Cache):
     is_compileable = False
 
     def __init__(self, layers: int):
-        super().__init__(layers=[LayerView(self) for _ in range(layers)])
+        # All are of one length: one view does, as every pass over several caches makes a cache.
+        super().__init__(layers=[LayerView(self)] * layers)
         self.length, self.reach = 0, 0
 
     @abstractmethod

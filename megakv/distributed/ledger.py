@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -50,6 +51,7 @@ class Ledger:
     _dense_since: Any = None
     # Moments that are not known to have passed, with what then is to be counted.
     _coming: deque[tuple[Any, Callable[[], None]]] = field(default_factory=deque)
+    _captured: list[tuple[str, int | None, int]] | None = None
 
     def __post_init__(self) -> None:
         self.reset()
@@ -70,8 +72,17 @@ class Ledger:
         return time.perf_counter() - self._started
 
     def mark(self) -> Any:
-        """The present moment of the device."""
-        return self.clock.mark()
+        """The present moment of the device; None while a graph is captured."""
+        return self.clock.mark() if self._captured is None else None
+
+    @contextmanager
+    def capturing(self) -> Iterator[list[tuple[str, int | None, int]]]:
+        """Around the capture of a CUDA graph, in which nothing is sent and no time passes: what each replay `sent`."""
+        self._captured = []
+        try:
+            yield self._captured
+        finally:
+            self._captured = None
 
     def read(self) -> None:
         """Count what has passed."""
@@ -92,6 +103,9 @@ class Ledger:
 
     def sent(self, operation: str, layer: int | None, nbytes: int) -> None:
         """Count one call that puts `nbytes` on the wire."""
+        if self._captured is not None:
+            self._captured.append((operation, layer, nbytes))
+            return
         tally = self.tallies[operation, layer]
         tally.calls += 1
         tally.bytes_sent += nbytes
@@ -102,6 +116,8 @@ class Ledger:
 
     def transfer(self, operation: str, layer: int | None, posted: Any, waited: Any, end: Any = None) -> None:
         """Count the time of a transfer that was posted and waited for at these moments and ended then, or just now."""
+        if self._captured is not None:
+            return
         end = self.mark() if end is None else end
         if self._coming or not self.clock.passed(end):
             self._when_passed(end, lambda: self._transferred(operation, layer, posted, waited, end))
@@ -121,7 +137,7 @@ class Ledger:
 
     def leave_dense(self, at: Any = None) -> bool:
         """End of such a stretch; nothing if none began. Whether one had."""
-        if self._dense_since is None:
+        if self._dense_since is None or self._captured is not None:
             return False
         begin, end = self._dense_since, self.mark() if at is None else at
         self._dense_since = None
@@ -134,6 +150,8 @@ class Ledger:
 
     def computed_since(self, start: Any, name: str, layer: int | None, end: Any = None) -> None:
         """Count the end of one."""
+        if self._captured is not None:
+            return
         end, key = self.mark() if end is None else end, (name, layer, self.decoding)
         if not self.timeline and not self._coming and self.clock.passed(end):
             self.computed[key] += self.clock.seconds(start, end)

@@ -260,8 +260,9 @@ class TokenTable:
     @classmethod
     def joined(cls, tables: Sequence[TokenTable]) -> TokenTable:
         """The sequences of several tables, behind one another; tokens that come by `extend` are theirs, too."""
-        twin = cls(tables[0].size, sum(table.batch for table in tables))
-        twin._parts = tables
+        twin = cls(tables[0].size, 0)
+        twin.batch, twin._parts = sum(table.batch for table in tables), tables
+        twin.prompts = np.arange(twin.batch)
         twin._columns = [[column for table in tables for column in table._columns[rank]] for rank in range(twin.size)]
         return twin
 

@@ -183,8 +183,8 @@ POLICY_NEEDS = {"alg1": ("profile", "profile"), "alg5": ("profile", "profile"), 
 def _not_captured(config: MegaKVConfig) -> str:
     """Why steps of decoding cannot be CUDA graphs whatever the device; empty if they can."""
     section = config.megakv
-    if config.cp_size * config.tp_size > 1:
-        return "messages between ranks are not captured, so one rank is needed"
+    if config.cp_size > 1:
+        return "messages between context-parallel ranks are not captured"
     if section.offload.enabled:
         return "what is offloaded is brought by the host, step by step"
     if section.fairkv.budget is not None or section.fairkv.mapping is not None:

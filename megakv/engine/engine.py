@@ -255,8 +255,8 @@ class MegaKVEngine(ServedEngine):
                 inputs = own_input(caches, tokens, vocabulary, turn=turn is not None)
             if candidates:
                 inputs["logits_to_keep"] = last_tokens(tokens, candidates)
-            for cache, own in zip(caches, tokens, strict=True):
-                self._limits.check(cache.length + len(own), {"max_new_tokens": 0})
+            lengths = (cache.length + len(own) for cache, own in zip(caches, tokens, strict=True))
+            self._limits.check(max(lengths), {"max_new_tokens": 0})
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
             if self._offloader is not None:
                 self._offloader.take_up(caches[0])

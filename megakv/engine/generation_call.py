@@ -181,7 +181,8 @@ class RankZero(StoppingCriteria, BaseStreamer):
         self.clock.times += [self.clock.now()] * new
         if self.plans is not None:
             self.plans.follow(int(plan[0]))
-        return upload(stop.astype(bool), input_ids.device)
+        # As long as none stops, a number: nothing has to go up.
+        return upload(stop.astype(bool), input_ids.device) if stop.any() else torch.tensor(False)
 
     def _stops(self, input_ids: Tensor, scores: Any, new: int, kwargs: dict[str, Any]) -> Any:
         """``[B]`` after which of so many new tokens to stop, counted from 1; 0 where to go on."""

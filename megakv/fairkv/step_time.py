@@ -2,7 +2,8 @@
 
 A head costs a fixed part on every rank that holds it, as its weights are read there, and a part that replicas share. In
 tokens, the fixed part is that of so many more: with it, a layer is mapped for every number of copies. Heads in runs of
-neighbours are a candidate in each layer, so that nothing found is predicted to be slower. A cap may leave
+neighbours are a candidate in each layer, so that nothing found is predicted to be slower; they stay where a whole step
+would gain next to nothing. A cap may leave
 them out; and with more ranks than KV heads tensor parallelism divides queries, which no mapping does.
 """
 
@@ -24,6 +25,8 @@ from megakv.fairkv.fair_copying import Split, map_layer
 from megakv.fairkv.mapping import Regime, StepTime
 
 Price = Callable[[LayerMapping], float]
+LEAST_GAIN = 1.02
+"""Of a whole step: heads are left alone where less is predicted, which may well be nothing."""
 BATCHES = (1, 4, 16, 64, 256)
 KEPT = (256, 1024, 4096, 16384, 65536)
 """Regimes: sequences decoded together, and tokens that a head keeps of each, the mean."""
@@ -42,12 +45,15 @@ def fastest_layers(
     bound = times.beside_s + sum(least for _, least in found)
     plain = [contiguous_layer(len(row), size) for row in budgets]
     most = float("inf") if cap is None else cap * (1 + CLOSE)
+    allowed = all(limits.allow(layer.replicas) for layer in plain)
+    if allowed and times.step_seconds(plain, budgets) < LEAST_GAIN * times.step_seconds(mappings, budgets):
+        mappings = plain
     if mappings != plain:
         mappings = arrange(mappings, budgets, size, most)
     if cap is None or max(memory_of(mappings, budgets, size)) <= cap:
         return mappings, bound
     others = [relieved(mappings, budgets, size, most)]
-    if all(limits.allow(layer.replicas) for layer in plain):
+    if allowed:
         others.append(plain)
     fitting = [each for each in others if max(memory_of(each, budgets, size)) <= most]
     fitting.append(map_layers(budgets, limits, split, memory_cap=cap)[0])

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,6 +125,8 @@ class LayerAttention:
             comm=self.comm,
             compressed=plan.cache.holds_compressed,
             narrowed=queries.narrowed,
+            in_hand=store.in_hand and self.replicas is None,
+            once=plan.once,
         )
         out_HLD, lse_HL = self._over_ranks(plan, call)
         seen_HL = lse_HL
@@ -152,6 +155,8 @@ class LayerAttention:
         if kept is None:
             store.append(plan.layout.stored[plan.rank].sequences, k_KLD, v_KLD)
             return k_KLD, v_KLD
+        if plan.once("alike", lambda: _alike(plan)) and store.hold_alike(plan.batch, k_KLD, v_KLD):
+            return k_KLD, v_KLD
         for sequence, index in kept:
             store.append(sequence, *((k_KLD, v_KLD) if index is None else (k_KLD[:, index], v_KLD[:, index])))
         return k_KLD, v_KLD
@@ -164,6 +169,8 @@ class LayerAttention:
         )
         if self.replicas is None:
             return out_HLD, lse_HL
+        # What is merged is, in the kernel's type, too coarse.
+        out_HLD = out_HLD.to(lse_HL.dtype)
         return self.replicas.merge(call, out_HLD, lse_HL, complete=plan.complete, scored=plan.compression.scored)
 
     def _attended(self, plan: PassPlan, call: AttentionCall) -> tuple[Tensor, Tensor]:
@@ -227,6 +234,13 @@ def _checked(name: str, result: Any, call: AttentionCall) -> tuple[Tensor, Tenso
             f"log-sum-exps, of shapes {right}"
         )
     return result
+
+
+def _alike(plan: PassPlan) -> bool:
+    """Whether this rank keeps all rows that it computes, as many of each of several sequences."""
+    stored = plan.layout.stored[plan.rank]
+    lengths = set(np.diff(stored.bounds).tolist())
+    return plan.batch > 1 and len(lengths) == 1 and plan.layout.kept_rows(plan.rank) is None
 
 
 def _kept(plan: PassPlan, device: torch.device) -> list[tuple[int, slice | Tensor | None]] | None:

@@ -63,7 +63,7 @@ class LastLayerRows:
 
     def _narrow(self, linear: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         wanted = self._wanted()
-        if wanted is None or len(wanted.rows) == wanted.length:
+        if wanted is None or wanted.rows is None:
             return None
         hidden, *others = inputs
         assert hidden.shape[-2] == wanted.length
@@ -71,7 +71,7 @@ class LastLayerRows:
 
     def _widen(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         wanted = self._wanted()
-        if wanted is None or len(wanted.rows) == wanted.length or output.shape[-2] == wanted.length:
+        if wanted is None or wanted.rows is None or output.shape[-2] == wanted.length:
             return None
         whole = output.new_zeros((*output.shape[:-2], wanted.length, output.shape[-1]))
         return whole.index_copy_(-2, wanted.rows, output)

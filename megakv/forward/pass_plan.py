@@ -95,9 +95,9 @@ class Wanted:
 
 
 class LastRows(NamedTuple):
-    """Of so many packed rows of a pass, those whose results the output head reads."""
+    """Of so many packed rows of a pass, those whose results the output head reads; None: all of them."""
 
-    rows: Tensor
+    rows: Tensor | None
     length: int
     queries: bool
     """Whether the last attention computes no other queries."""

@@ -163,8 +163,10 @@ class Runtime(LayerAttention):
         longest = self.traits.length_dependent and len(tokens) and tokens.position.max() < layout.max_position
         found = wanted.among(tokens)
         local = found[1]
-        rows = upload(local if len(local) else np.zeros(1, dtype=np.int64), self.comm.mesh.device)
         length = len(tokens) + bool(len(tokens) == 0 or longest)
+        rows = None
+        if len(local) < length:
+            rows = upload(local if len(local) else np.zeros(1, dtype=np.int64), self.comm.mesh.device)
         return LastRows(rows, length, layout.wanted is not None), PassState(made={PassPlan.wanted_key(rank): found})
 
     def _steps(self) -> bool:

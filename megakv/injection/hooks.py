@@ -43,7 +43,7 @@ class ForwardHooks:
     """The pre-forward and forward hooks of one model; `new_cache` makes an empty cache of it on this mesh.
 
     `here` says whether its weights stay where they are, of which context-parallel ranks may decode with slices;
-    `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be CUDA graphs;
+    `in_memory` whether caches lie in the device's memory alone; `graphs` whether steps of decoding may be captured;
     `traits` are what was found of the model, for its runtime.
     """
 
@@ -77,8 +77,8 @@ class ForwardHooks:
             )
         self._layers = TokenLayers(model, products, self._slices, runtime, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
-        graphs = graphs and in_memory and self._positions.taken and not length_dependent
-        captured = step_graphs(model, runtime) if graphs else None
+        graphs = graphs and self._positions.taken and not length_dependent
+        captured = step_graphs(model, runtime, capture=graphs) if in_memory else None
         self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
         # A turn that may be compressed is not computed in slices.
         slices = in_memory and self._slices is not None and runtime.compressor is None
@@ -227,7 +227,7 @@ class ForwardHooks:
         index = step.last.rows
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
-            inputs["logits_to_keep"] = index
+            inputs["logits_to_keep"] = 0 if index is None else index
 
     # After
 

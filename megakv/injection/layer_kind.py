@@ -36,6 +36,7 @@ KINDS = {
 """Names that classes of a model type begin with; of those with experts, layers that have none."""
 IN_TURN = ("llama", "mistral", "qwen2", "qwen3")
 """Model types whose decoders give all layers the same inputs, but for what one layer gives the next."""
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 PROJECTIONS = (*SEPARATE, "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
@@ -250,3 +251,18 @@ def agrees(layer: Any, calls: LayerCalls, prompt: PromptLayer) -> bool:
     pairs = [pair for result in results for pair in zip((q, k, v, *out), result, strict=True)]
     bound = 4 * TOLERANCE[calls.dtype]
     return all(bool((one - two).abs().max() <= bound * one.abs().max()) for one, two in pairs)
+
+
+def settings_of(module: nn.Module) -> tuple[Any, ...]:
+    """What its code may go by that is no tensor: numbers and texts among its attributes, and its own `forward`."""
+    own = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
+    return module.training, own.get("forward"), plain_values(own)
+
+
+def plain_values(value: Any) -> Any:
+    """Numbers and texts, in whatever containers; None in the place of all else."""
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return [(str(key), found) for key, each in value.items() if (found := plain_values(each)) is not None]
+    return [plain_values(each) for each in value] if isinstance(value, list | tuple) else None

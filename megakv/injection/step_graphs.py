@@ -14,15 +14,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from megakv.attention.device_step import LayerKind, StepTables, attends_on_device
+from megakv.distributed.comm import Communicator
 from megakv.forward.pass_plan import Generation, PassPlan
 from megakv.forward.runtime import Runtime
-from megakv.injection.layer_kind import heard
+from megakv.injection.layer_kind import heard, plain_values, settings_of
 from megakv.tracking.measurements import CAPTURED
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,6 @@ logger = logging.getLogger(__name__)
 INPUTS = ("input_ids", "inputs_embeds", "position_ids")
 """What a decoder is given in tensors; with any other it is left alone."""
 CACHE = "past_key_values"
-MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 STEPS = ((8, 1), (64, 8), (256, 32))
 """Up to so many sequences, a graph is of a multiple of that."""
 WAITED = "synchronizing CUDA operation"
@@ -50,20 +50,21 @@ class StepGraphs:
     """Another `forward` for the decoder of a model, until `remove`.
 
     The first step shows how layers attend. Of as many sequences, the next one computes as graphs do, and the one behind
-    it is captured; with tensor-parallel ranks none is. Steps of other models, or that somebody listens to, are what
-    they are without it.
+    it is captured, if steps are to be; tensor-parallel ranks do all of it together, as sums over them are captured too.
+    Steps of other models are what they are without it, and so are captured ones that somebody listens to.
     """
 
-    def __init__(self, model: PreTrainedModel, runtime: Runtime):
+    def __init__(self, model: PreTrainedModel, runtime: Runtime, *, capture: bool = True):
         self._decoder: Any = model.get_decoder()
-        self._runtime = runtime
-        self._device = runtime.comm.mesh.device
+        self._runtime, self._comm = runtime, runtime.comm
         self._generation: Callable[[], Generation | None] = lambda: None
         self._stale, self._heard, self._hooks, self._state = True, False, 0, list[Any]()
         self._kinds: dict[int, LayerKind] | None = {}
         self._steps: dict[int, StepGraph] = {}
-        # Of all graphs, as they run one after the other. Messages between ranks are not captured.
-        self._stream = torch.cuda.Stream(self._device) if runtime.comm.mesh.world_size == 1 else None
+        # Of all graphs, as they run one after the other.
+        self._stream = torch.cuda.Stream(self._comm.mesh.device) if capture else None
+        # One that hears of something by itself, in the midst of a call, would be waited for by the others.
+        self._together = capture and self._comm.mesh.world_size > 1
         self._names = list(inspect.signature(self._decoder.forward).parameters)
         self._decoder.forward = self
 
@@ -82,21 +83,28 @@ class StepGraphs:
             return False
         called = step.generation is not None and step.generation is self._generation()
         goes_on = called or (step.generation is None and step.cache.outlives)
-        if self._stale or not goes_on or self._hooks != RemovableHandle.next_id:
+        if self._stale or not goes_on or (self._hooks != RemovableHandle.next_id and not self._together):
             self._look()
         self._generation = (lambda: None) if step.generation is None else weakref.ref(step.generation)
         self._stale = False
         usual = torch.is_autocast_enabled("cuda") or torch.is_grad_enabled() or torch.is_inference_mode_enabled()
-        return self._kinds is not None and padded(len(tokens)) is not None and not self._heard and not usual
+        listening = self._heard and self._stream is not None
+        return self._kinds is not None and padded(len(tokens)) is not None and not listening and not usual
 
     def _look(self) -> None:
         modules = list(self._decoder.modules())
         self._heard, self._hooks = heard(modules), RemovableHandle.next_id
         own = [own for each in modules for own in (*each._parameters.values(), *each._buffers.values())]
-        state: list[Any] = [(id(each), type(each), *_settings(each)) for each in modules]
+        state: list[Any] = [(id(each), type(each), *settings_of(each)) for each in modules]
         state += [(id(each), each.data_ptr()) for each in own if each is not None]
-        state.append(_plain(vars(getattr(self._decoder, "config", self._decoder))))
-        if state != self._state:
+        state.append(plain_values(vars(getattr(self._decoder, "config", self._decoder))))
+        # With its groups, those of a mesh that failed are over.
+        state.append(self._comm.watch.failures.life)
+        changed = state != self._state
+        if self._together:
+            told = self._comm.gather_objects((self._heard, changed))
+            self._heard, changed = (any(each) for each in zip(*told, strict=True))
+        if changed:
             self._state, self._kinds = state, {}
             self._steps.clear()
 
@@ -114,7 +122,7 @@ class StepGraphs:
         size = padded(len(step.tokens))
         assert size is not None
         if size not in self._steps:
-            self._steps[size] = StepGraph(self._forward, self._kinds, size, self._device, self._stream)
+            self._steps[size] = StepGraph(self._forward, self._kinds, size, self._comm, self._stream)
         graph = self._steps[size]
         if not graph.fits(given, kwargs) or not graph.tables.take(step.cache, step.tokens, step.rank):
             return self._forward(**kwargs)
@@ -133,6 +141,7 @@ class StepGraphs:
         output = self._forward(**kwargs)
         known = step.state.kinds and isinstance(output, ModelOutput) and CACHE in output
         known = known and all(kind is not None for kind in step.state.kinds.values())
+        known = _agreed(self._comm, bool(known)) if self._together else known
         self._kinds = {layer: kind for layer, kind in step.state.kinds.items() if kind is not None} if known else None
         return output
 
@@ -147,15 +156,16 @@ class StepGraph:
         forward: Callable[..., Any],
         kinds: dict[int, LayerKind],
         size: int,
-        device: torch.device,
+        comm: Communicator,
         stream: torch.cuda.Stream | None,
     ):
-        self._forward, self._size, self._device, self._stream = forward, size, device, stream
-        self.tables = StepTables(kinds, size, device)
+        self._forward, self._size, self._comm, self._stream = forward, size, comm, stream
+        self.tables = StepTables(kinds, size, comm.mesh.device)
         self._inputs: dict[str, Tensor] = {}
         self._others: dict[str, Any] = {}
         self._graph: Any = None
         self._output: Any = None
+        self._sent: list[tuple[str, int | None, int]] = []
         self._warm, self._tries = False, 0 if stream is None else TRIES
 
     @property
@@ -197,6 +207,8 @@ class StepGraph:
             output = self._watched(step, inputs)
         else:
             self._graph.replay()
+            for sent in self._sent:
+                self._comm.ledger.sent(*sent)
             output = self._output
         cut = {name: value[:, :rows] if isinstance(value, Tensor) else value for name, value in output.items()}
         return type(output)(**{**cut, CACHE: cache})
@@ -226,11 +238,12 @@ class StepGraph:
         for each in caught:
             if each not in waited:
                 warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)
-        self._warm = not waited
-        if waited:
+        self._warm = _agreed(self._comm, not waited)
+        if not self._warm:
             # Perhaps that was another thread: there is another try.
-            self._failed(f"the host waits for the device in it ({waited[0].filename}:{waited[0].lineno})")
-        elif self._follows_length(step, inputs, output):
+            where = f"{waited[0].filename}:{waited[0].lineno}" if waited else "on another rank"
+            self._failed(f"the host waits for the device in it ({where})")
+        elif not _agreed(self._comm, not self._follows_length(step, inputs, output)):
             self._tries = 1
             self._failed("it goes by the number of cached tokens, which would stay as it was")
         return output
@@ -250,19 +263,23 @@ class StepGraph:
         return any(bool((one - two).norm() > ALIKE * one.norm()) for one, two in pairs)
 
     def _capture(self, step: PassPlan, inputs: dict[str, Any], pool: Any) -> None:
-        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self._device.index or 0]
+        graph, index = torch.cuda.CUDAGraph(), self._comm.mesh.device.index or 0
+        generator, reason = torch.cuda.default_generators[index], ""
         # A capture that fails leaves the device's random numbers to itself.
         random_state = generator.clone_state()
         try:
-            # Other threads, as those of links to host memory, go on with what they do.
-            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+            # Other threads, as those of links to host memory and NCCL's, go on with what they do.
+            graphed = torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local")
+            with self._comm.ledger.capturing() as self._sent, graphed:
                 self._output = self._computed(step, inputs)
         except RuntimeError as error:
             generator.graphsafe_set_state(random_state)
-            self._output, self._tries = None, 1
-            self._failed(str(error).partition("\n")[0])
+            reason = str(error).partition("\n")[0]
+        if _agreed(self._comm, not reason):
+            self._graph = graph
             return
-        self._graph = graph
+        self._output, self._tries = None, 1
+        self._failed(reason or "another rank could not")
 
     def _failed(self, reason: str) -> None:
         self._tries -= 1
@@ -270,19 +287,9 @@ class StepGraph:
             logger.warning("steps of %d sequences are not captured in a CUDA graph: %s", self._size, reason)
 
 
-def _settings(module: nn.Module) -> tuple[Any, ...]:
-    """What its code may go by that is no tensor: numbers and texts among its attributes, and its own `forward`."""
-    own = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES}
-    return module.training, own.get("forward"), _plain(own)
-
-
-def _plain(value: Any) -> Any:
-    """Numbers and texts, in whatever containers; None in the place of all else."""
-    if isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return [(str(key), found) for key, each in value.items() if (found := _plain(each)) is not None]
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else None
+def _agreed(comm: Communicator, holds: bool) -> bool:
+    """Whether something holds on all ranks: sums over them are in all their graphs, or in none."""
+    return holds if comm.mesh.world_size == 1 else all(comm.gather_objects(holds))
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -292,14 +299,15 @@ def _same(value: Any, other: Any) -> bool:
     )
 
 
-def step_graphs(model: PreTrainedModel, runtime: Runtime) -> StepGraphs | None:
-    """Those of an engine whose caches lie on the device; None where there are none: on processors, where sequences are
-    spread over ranks, caches compressed or heads shared, without the kernels, and where the decoder's `forward` is
-    somebody's own.
+def step_graphs(model: PreTrainedModel, runtime: Runtime, *, capture: bool = True) -> StepGraphs | None:
+    """Those of an engine whose caches lie on the device, of which none is captured if not to `capture`.
+
+    None where there are none: on processors, where sequences are spread over ranks, caches compressed or heads shared,
+    without the kernels, and where the decoder's `forward` is somebody's own.
     """
     mesh = runtime.comm.mesh
     alone = mesh.cp_size == 1 and runtime.compressor is None and runtime.replicas is None
     own = "forward" in vars(model.get_decoder())
     if mesh.device.type != "cuda" or not alone or own or not attends_on_device():
         return None
-    return StepGraphs(model, runtime)
+    return StepGraphs(model, runtime, capture=capture)

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import RowTable
+from megakv.attention.compiled import RowTable, RowTables
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight
+from megakv.attention.step import TokenStep
 from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
 from megakv.forward.pass_plan import PassPlan
@@ -151,7 +152,7 @@ class TokenLayer:
         """The layer for many rows; the model's last one as in `LastLayerRows`, for those alone that are wanted."""
         attention, (cos, sin) = self._attention, embeddings
         last = step.last if attention.layer_idx == self._runtime.traits.last_layer else None
-        wanted = None if last is None or len(last.rows) == last.length else last.rows
+        wanted = None if last is None else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
         scoring = scoring_of(attention.scaling, window, None)
         q, k, v = plan.calls.heads(found)
@@ -176,13 +177,10 @@ class TokenLayer:
         if call is None or one is None or x.shape[-2] != one.length:
             return None
         layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
-        tables = list[RowTable]()
-        for layer, whole in zip(layers, call.layers, strict=True):
-            table = one.rows(step.cache.store(layer), whole.like, whole.like)
-            if table is None:
-                break
-            tables.append(table)
-        if not tables:
+        tables = None
+        if call.like is not None and layers == list(range(len(step.cache))):
+            tables = one.places(step.cache, call.like)
+        if tables is None and (tables := self._each(step, one, layers, call)) is None:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
         with comm.watch.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
@@ -192,6 +190,17 @@ class TokenLayer:
             self._count(layer, begun, parts)
             self._runtime.stepped(step, layer, window)
         return out
+
+    @staticmethod
+    def _each(step: PassPlan, one: TokenStep, layers: list[int], call: WholeLayersCall) -> RowTables | None:
+        """Where the rows of those layers lie, or of the first ones whose rows are in this memory alone, if any."""
+        tables = list[RowTable]()
+        for layer, whole in zip(layers, call.layers, strict=True):
+            table = one.rows(step.cache.store(layer), whole.like, whole.like)
+            if table is None:
+                break
+            tables.append(table)
+        return RowTables.of(tables) if tables else None
 
     def _call(self, *, slices: bool) -> WholeLayersCall | None:
         """That of this layer and of as many of the following ones as it is for."""

@@ -88,8 +88,11 @@ class LayerColumns:
         for index, (group, ends) in enumerate(zip(groups, pairwise(bounds), strict=True)):
             rows, layout = slice(*ends), group_layout(step.layout, group)
             local = step.local[(step.local >= rows.start) & (step.local < rows.stop)] - rows.start
-            wanted = upload(local if len(local) else np.zeros(1, dtype=np.int64), step.last.rows.device)
-            last = LastRows(wanted, rows.stop - rows.start, layout.wanted is not None)
+            whole, length = step.last.rows, rows.stop - rows.start
+            wanted = None
+            if whole is not None and len(local) < length:
+                wanted = upload(local if len(local) else np.zeros(1, dtype=np.int64), whole.device)
+            last = LastRows(wanted, length, layout.wanted is not None)
             more = index + 1 < len(groups)
             part = replace(step, layout=layout, last=last, part=index, more=more, state=PassState())
             found.append((rows, part))

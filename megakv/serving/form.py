@@ -30,6 +30,8 @@ STEP_FUEL, STEP_ITEMS, SYMBOLS = 50_000, 10_000, 50_000
 class Form:
     """The grammar of an answer, in the tokens of a model."""
 
+    grammar: str
+    """As the library has it."""
     matcher: LLMatcher
     """At the beginning of an answer."""
 
@@ -39,7 +41,7 @@ class Form:
         text = json.dumps({name: value for name, value in schema.items() if name != GUIDANCE})
         check_size(text, "the schema has")
         check_counts(schema)
-        return cls._of(LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), tokenizer)
+        return cls.of(LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), tokenizer)
 
     @classmethod
     def arguments(cls, name: str, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
@@ -68,15 +70,16 @@ class Form:
         for name, schema in functions:
             # By itself what is wrong with one has the function's name.
             cls.arguments(name, schema, tokenizer)
-        return cls._of(LLMatcher.grammar_from_lark(text), tokenizer)
+        return cls.of(LLMatcher.grammar_from_lark(text), tokenizer)
 
     @classmethod
-    def _of(cls, grammar: str, tokenizer: LLTokenizer) -> Form:
+    def of(cls, grammar: str, tokenizer: LLTokenizer) -> Form:
+        """That of a grammar; a ValueError says what of it cannot be."""
         limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, max_grammar_size=SYMBOLS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise ValueError(matcher.get_error().strip().splitlines()[0])
-        return cls(matcher)
+        return cls(grammar, matcher)
 
     def begin(self) -> FormState:
         """An answer begins."""

@@ -8,7 +8,9 @@ import time
 from dataclasses import replace
 
 from megakv.base.errors import MegaKVError
+from megakv.engine.engine import MegaKVEngine
 from megakv.serving.request import Event, Finished, Request
+from megakv.serving.sampler import check_sampling
 from megakv.serving.stats import State
 
 logger = logging.getLogger(__name__)
@@ -106,3 +108,25 @@ class Inbox:
         with self._changed:
             if not (self._requests or self._cancelled or self.failure) and self.state != "draining":
                 self._changed.wait(seconds)
+
+
+def check_request(request: Request, engine: MegaKVEngine, vocabulary: int, capacity: int) -> None:
+    """Refuse what cannot be answered: a ValueError that names it, or the setting that limits it."""
+    if not request.prompt:
+        raise ValueError("the prompt is empty: at least one token is needed")
+    if request.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens = {request.max_new_tokens}: allowed: 1 or more")
+    if wrong := [token for token in request.prompt if not 0 <= token < vocabulary]:
+        raise ValueError(f"the prompt has token {wrong[0]}: allowed: 0 to {vocabulary - 1}")
+    if request.logprobs is not None and not 0 <= request.logprobs <= vocabulary:
+        raise ValueError(f"logprobs = {request.logprobs}: allowed: 0 to {vocabulary}")
+    if request.compresses and not engine.compresses:
+        raise ValueError(
+            "compress_cache = true: the server has no budget for caches; start it with a JSON that has "
+            "megakv.fairkv.budget, by --config"
+        )
+    check_sampling(request.sampling, vocabulary)
+    engine.check_length(len(request.prompt), request.max_new_tokens)
+    total = len(request.prompt) + request.max_new_tokens
+    if capacity and total > capacity:
+        raise ValueError(f"prompt and output need {total} tokens but kv_tokens = {capacity}; ask for less")

@@ -223,8 +223,10 @@ class Leader:
                 asked.append(part)
         while asked:
             # Once for the next token of each, and again for those whose candidate has come true.
-            assert outcome.logits is not None
-            asked = self._hand_out(asked, outcome.logits[[part.row for part in asked]])
+            logits, rows = outcome.logits, [part.row for part in asked]
+            assert logits is not None
+            # Logits of many streams are megabytes.
+            asked = self._hand_out(asked, logits if len(rows) == len(logits) else logits[rows])
 
     def _hand_out(self, parts: Sequence[Part], logits: Tensor) -> list[Part]:
         """Give out the next token of each; those come back that have one more after it."""

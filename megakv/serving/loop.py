@@ -6,6 +6,7 @@ import heapq
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 from megakv.base.device import without_autograd
@@ -13,13 +14,12 @@ from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.engine.engine import MegaKVEngine
 from megakv.engine.session_files import fingerprint
 from megakv.serving.first_passes import first_passes, memory_in_use
-from megakv.serving.inbox import Inbox, RefusedError
+from megakv.serving.inbox import Inbox, RefusedError, check_request
 from megakv.serving.leader import Leader, Outcome
 from megakv.serving.plan import Plan
 from megakv.serving.prefix_folder import PrefixFolder
 from megakv.serving.prefix_tree import PrefixTree
 from megakv.serving.request import Finished, Request
-from megakv.serving.sampler import check_sampling
 from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 from megakv.serving.stats import Counts, Document, ServingStats, State
@@ -89,6 +89,7 @@ class ServingLoop:
         # With the first plan.
         self._reported_at = -REPORT_SECONDS
         self._failures = 0
+        self.listeners: list[Callable[[], None]] = []  # Called when all have been told what a step comes to.
         # Last: then nobody waits who was told that there is a server.
         self._first = first_passes(engine, settings)
 
@@ -104,24 +105,7 @@ class ServingLoop:
         RefusedError
             If too many requests wait, or the server is draining or has ended.
         """
-        if not request.prompt:
-            raise ValueError("the prompt is empty: at least one token is needed")
-        if request.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens = {request.max_new_tokens}: allowed: 1 or more")
-        if wrong := [token for token in request.prompt if not 0 <= token < self._vocabulary]:
-            raise ValueError(f"the prompt has token {wrong[0]}: allowed: 0 to {self._vocabulary - 1}")
-        if request.logprobs is not None and not 0 <= request.logprobs <= self._vocabulary:
-            raise ValueError(f"logprobs = {request.logprobs}: allowed: 0 to {self._vocabulary}")
-        if request.compresses and not self._engine.compresses:
-            raise ValueError(
-                "compress_cache = true: the server has no budget for caches; start it with a JSON that has "
-                "megakv.fairkv.budget, by --config"
-            )
-        check_sampling(request.sampling, self._vocabulary)
-        self._engine.check_length(len(request.prompt), request.max_new_tokens)
-        total = len(request.prompt) + request.max_new_tokens
-        if (capacity := self._first.kv.tokens) and total > capacity:
-            raise ValueError(f"prompt and output need {total} tokens but kv_tokens = {capacity}; ask for less")
+        check_request(request, self._engine, self._vocabulary, self._first.kv.tokens)
         self._inbox.submit(request)
 
     def cancel(self, request_id: str) -> None:
@@ -196,6 +180,7 @@ class ServingLoop:
         finally:
             self._comm.watch.on_loss = None
             self._inbox.enter("ended")
+            self._tell()
 
     def _begin(self) -> None:
         """Make the tree, with what takes its requests."""
@@ -266,6 +251,7 @@ class ServingLoop:
             with self._changing:
                 leader.absorb(Outcome(time.perf_counter() - began, logits, unread))
                 self._inbox.queued = leader.waiting
+            self._tell()
 
     # Of rank 0, by the thread that serves
 
@@ -282,6 +268,7 @@ class ServingLoop:
                 self._take(leader)
                 plan = leader.plan()
                 self._inbox.queued = leader.waiting
+            self._tell()
             now = time.monotonic()
             if plan is not None:
                 if now - self._reported_at > REPORT_SECONDS:
@@ -315,3 +302,8 @@ class ServingLoop:
         with self._changing:
             if self._leader is not None:
                 self._leader.end_all(message)
+        self._tell()
+
+    def _tell(self) -> None:
+        for listener in self.listeners:
+            listener()

@@ -14,7 +14,7 @@ from megakv.serving.stats import Document
 from megakv.tracking.served import Tier
 
 Tokens = NDArray[np.int32]
-BEGINNING = 256
+BEGINNING = 64
 """First tokens by which people know a document."""
 
 

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,6 +27,8 @@ LEAST_PENALTY = 1e-3
 """For repetition: what logits are divided by must leave them finite."""
 BLOCK = 128
 """Tokens whose probabilities are summed up at once: in which block one is drawn is known before which of it."""
+DRAWN_ROWS = 16
+"""Answers whose tokens are drawn together: their probabilities stay in the last cache."""
 TRIES, LEAST_LEFT = 8, 0.25
 """Tokens that are drawn before those are sorted out that `top_p` and `min_p` leave; none where `top_p` is less."""
 
@@ -59,15 +62,15 @@ class Sampler:
     """
 
     def __init__(self, sampling: Sampling, logprobs: int | None = None, form: Form | None = None):
-        self._sampling, self._logprobs = sampling, logprobs
+        self.sampling, self._logprobs = sampling, logprobs
         self._form = form
         self._state: FormState | None = None
         self._likeliest = sampling.temperature < LEAST_TEMPERATURE
-        self._generator = torch.Generator()
+        self.generator = torch.Generator()
         if sampling.seed is None:
-            self._generator.seed()
+            self.generator.seed()
         else:
-            self._generator.manual_seed(sampling.seed)
+            self.generator.manual_seed(sampling.seed)
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long)
         self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         penalty = sampling.repetition_penalty
@@ -84,9 +87,13 @@ class Sampler:
     @property
     def plain(self) -> bool:
         """Whether the likeliest token is all that is wanted."""
-        sampling = self._sampling
-        changes = self._penalised or self._repetition is not None or len(sampling.logit_bias) > 0
-        return self._likeliest and not changes and self._logprobs is None and self._form is None
+        return self._likeliest and not self._changes
+
+    @property
+    def _changes(self) -> bool:
+        """Whether anything but the logits of a token says which one it is, or more than a token is wanted."""
+        changes = self._penalised or self._repetition is not None or len(self.sampling.logit_bias) > 0
+        return changes or self._logprobs is not None or self._form is not None
 
     @property
     def problem(self) -> str:
@@ -107,7 +114,7 @@ class Sampler:
         if self._penalised and self._counts:
             ids = torch.tensor(list(self._counts))
             counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
-            scores_V[ids] -= self._sampling.presence_penalty + self._sampling.frequency_penalty * counts
+            scores_V[ids] -= self.sampling.presence_penalty + self.sampling.frequency_penalty * counts
         if len(self._bias_ids):
             scores_V[self._bias_ids] += self._biases
         if self._form is not None:
@@ -116,7 +123,7 @@ class Sampler:
             if not allowed_V.any():
                 return None
             scores_V.masked_fill_(~allowed_V, -torch.inf)
-        chosen = int(scores_V.argmax()) if self._likeliest else self._drawn(scores_V)
+        chosen = int(scores_V.argmax()) if self._likeliest else self.drawn(scores_V)
         if chosen is None:
             return None
         if self._state is not None:
@@ -129,79 +136,136 @@ class Sampler:
         values, ids = logprobs_V.topk(min(self._logprobs, len(logprobs_V)))
         return Token(chosen, float(logprobs_V[chosen]), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
-    def _drawn(self, scores_V: Tensor) -> int | None:
-        """A token that the settings leave: drawn until it is one, as none need be sorted for that; None of none."""
-        top_p, min_p = self._sampling.top_p, self._sampling.min_p
+    @property
+    def draws(self) -> bool:
+        """Whether a token is drawn from all that the temperature makes of the logits: many such are drawn together."""
+        return not (self._likeliest or self._changes or self.sampling.top_k)
+
+    def drawn(self, scores_V: Tensor) -> int | None:
+        """A token that the settings leave, None of none."""
         # No processor among these looks at tokens.
-        probabilities_V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0].softmax(-1)
-        running = _RunningSum(probabilities_V, self._generator)
-        if not running.finite:
-            return None
-        if top_p == 1 and not min_p:
-            return running.draw()
-        for _ in range(TRIES if top_p >= LEAST_LEFT else 0):
-            if _among_likeliest(probabilities_V, token := running.draw(), top_p, min_p):
-                return token
-        # So few are left that they are found sooner than drawn.
-        likeliest, tokens = probabilities_V.sort(descending=True, stable=True)
-        before = likeliest.cumsum(0, dtype=torch.float64) - likeliest
-        likeliest[(before >= top_p) | (likeliest < min_p * likeliest[0])] = 0
-        return int(tokens[_RunningSum(likeliest, self._generator).draw()])
+        probabilities_1V = self._warpers(torch.zeros(1, 0, dtype=torch.long), scores_V[None])[0].softmax(-1)[None]
+        return draw(probabilities_1V, [self])[0]
 
 
-class _RunningSum:
-    """Probabilities by their running sum: a token is drawn where it exceeds a random number.
+class _RunningSums:
+    """Rows of probabilities by their running sums: a token is drawn where it exceeds a random number.
 
-    `torch.multinomial` takes ten times as long.
+    `torch.multinomial` takes ten times as long. No row's tokens depend on which others there are.
     """
 
-    def __init__(self, probabilities_V: Tensor, generator: torch.Generator):
-        self._generator = generator
-        self._blocks = F.pad(probabilities_V, (0, -len(probabilities_V) % BLOCK)).view(-1, BLOCK)
+    def __init__(self, probabilities_NV: Tensor):
+        missing = -probabilities_NV.shape[1] % BLOCK
+        padded_NV = F.pad(probabilities_NV, (0, missing)) if missing else probabilities_NV
+        self._blocks = padded_NV.unflatten(1, (-1, BLOCK))
         self._sums = self._blocks.sum(-1, dtype=torch.float64)
-        self._ends = self._sums.cumsum(0)
+        self._ends = self._sums.cumsum(1)
 
     @property
-    def finite(self) -> bool:
-        """Whether they are numbers."""
-        return math.isfinite(self._ends[-1])
+    def finite(self) -> list[bool]:
+        """Which are numbers."""
+        found: list[bool] = self._ends[:, -1].isfinite().tolist()
+        return found
 
-    def draw(self) -> int:
-        """A token."""
-        most = self._ends[-1]
-        number = torch.rand((), dtype=torch.float64, generator=self._generator) * most
-        number = torch.minimum(number, torch.nextafter(most, 0 * most))
-        block = int(torch.searchsorted(self._ends, number, right=True))
-        inside = self._blocks[block].cumsum(0, dtype=torch.float64)
+    def draw(self, rows: Sequence[int], generators: Sequence[torch.Generator]) -> list[int]:
+        """A token of each of some rows."""
+        at = torch.tensor(rows)
+        ends, sums = self._ends[at], self._sums[at]
+        most = ends[:, -1:]
+        drawn = [torch.rand((), dtype=torch.float64, generator=own) for own in generators]
+        numbers = torch.stack(drawn)[:, None] * most
+        numbers = torch.minimum(numbers, torch.nextafter(most, 0 * most))
+        block = torch.searchsorted(ends, numbers, right=True)
+        inside = self._blocks[at, block[:, 0]].cumsum(1, dtype=torch.float64)
         # Summed up in another order they may come to a little less, or more.
-        number = (number - (self._ends[block] - self._sums[block])).clamp(min=0)
-        number = torch.minimum(number, torch.nextafter(inside[-1], 0 * most))
-        return block * BLOCK + int(torch.searchsorted(inside, number, right=True))
+        numbers = (numbers - (ends - sums).gather(1, block)).clamp(min=0)
+        numbers = torch.minimum(numbers, torch.nextafter(inside[:, -1:], 0 * most))
+        found: list[int] = (block * BLOCK + torch.searchsorted(inside, numbers, right=True))[:, 0].tolist()
+        return found
 
 
-def _among_likeliest(probabilities_V: Tensor, token: int, top_p: float, min_p: float) -> bool:
-    """Whether likelier ones make up less than `top_p`, and none is so much likelier that `min_p` forbids it."""
-    own = probabilities_V[token]
-    if min_p > 0 and own < min_p * probabilities_V.max():
-        return False
-    if top_p == 1:
-        return True
-    likelier = float(probabilities_V[probabilities_V > own].sum(dtype=torch.float64))
+def draw(probabilities_NV: Tensor, samplers: Sequence[Sampler]) -> list[int | None]:
+    """A token of each row that its settings leave: drawn until it is one, as none need be sorted for that; None of
+    none.
+    """
+    sums, settings = _RunningSums(probabilities_NV), [sampler.sampling for sampler in samplers]
+    left = [row for row, finite in enumerate(sums.finite) if finite]
+    found = dict[int, int]()
+    trying = [row for row in left if settings[row].top_p >= LEAST_LEFT]
+    for _ in range(TRIES):
+        if not trying:
+            break
+        tokens = sums.draw(trying, [samplers[row].generator for row in trying])
+        among = _among_likeliest(probabilities_NV, trying, tokens, [settings[row] for row in trying])
+        found |= {row: token for row, token, kept in zip(trying, tokens, among, strict=True) if kept}
+        trying = [row for row, kept in zip(trying, among, strict=True) if not kept]
+    for row in left:
+        if row not in found:
+            # So few are left that they are found sooner than drawn.
+            likeliest, tokens_V = probabilities_NV[row].sort(descending=True, stable=True)
+            before = likeliest.cumsum(0, dtype=torch.float64) - likeliest
+            likeliest[(before >= settings[row].top_p) | (likeliest < settings[row].min_p * likeliest[0])] = 0
+            (first,) = _RunningSums(likeliest[None]).draw([0], [samplers[row].generator])
+            found[row] = int(tokens_V[first])
+    return [found.get(row) for row in range(len(samplers))]
+
+
+def _among_likeliest(
+    probabilities_NV: Tensor, rows: Sequence[int], tokens: Sequence[int], settings: Sequence[Sampling]
+) -> list[bool]:
+    """Whether likelier ones make up less than `top_p`, and none is so much likelier that `min_p` forbids it: of a token
+    of each of some rows.
+    """
+    kept = [True] * len(rows)
+    some = [at for at, own in enumerate(settings) if own.top_p < 1 or own.min_p > 0]
+    if not some:
+        return kept
+    every, at = probabilities_NV.numpy(), [rows[each] for each in some]
+    chosen = np.array([tokens[each] for each in some])
+    values_nV = every if at == list(range(len(every))) else every[at]
+    own_n = values_nV[np.arange(len(some)), chosen]
+    flat = np.flatnonzero(values_nV >= own_n[:, None])
+    row, column = np.divmod(flat, values_nV.shape[1])
+    values = values_nV[row, column]
+    likelier = values > own_n[row]
+    mass = np.bincount(row[likelier], values[likelier], len(some))
     # Of those as likely, the first ones come first.
-    return likelier + float(own) * int((probabilities_V[:token] == own).sum()) < top_p
+    before = np.bincount(row[~likelier & (column < chosen[row])], minlength=len(some))
+    for index, each in enumerate(some):
+        top_p, min_p = settings[each].top_p, np.float32(settings[each].min_p)
+        kept[each] = top_p == 1 or bool(mass[index] + float(own_n[index]) * before[index] < top_p)
+        kept[each] &= min_p == 0 or bool(own_n[index] >= min_p * values_nV[index].max())
+    return kept
+
+
+def _likeliest(logits_BV: Tensor) -> tuple[list[bool], list[int]]:
+    """Which rows are numbers, and the first largest of each."""
+    if logits_BV.device.type != "cpu":
+        largest_B, likeliest_B = logits_BV.max(-1)
+        return largest_B.isfinite().tolist(), likeliest_B.tolist()
+    # Three to ten times as fast there.
+    scores_BV = logits_BV.float().numpy()
+    found_B = scores_BV.argmax(1)
+    return np.isfinite(scores_BV[np.arange(len(found_B)), found_B]).tolist(), found_B.tolist()
 
 
 def sample(logits_BV: Tensor, samplers: Sequence[Sampler], tokens: Sequence[Sequence[int]]) -> list[Token | None]:
     """The next token of each of several answers, from the logits behind its last; None where none can be."""
-    largest_B, likeliest_B = logits_BV.max(-1)
-    finite, likeliest = largest_B.isfinite().tolist(), likeliest_B.tolist()
-    host_BV = logits_BV if all(sampler.plain for sampler in samplers) else logits_BV.cpu()
-    found: list[Token | None] = []
+    found: list[Token | None] = [None] * len(samplers)
+    drawn = [row for row, sampler in enumerate(samplers) if sampler.draws]
+    for first in range(0, len(drawn), DRAWN_ROWS):
+        rows = drawn[first : first + DRAWN_ROWS]
+        own = [samplers[row] for row in rows]
+        scores_NV = logits_BV[rows].to("cpu", torch.float32)
+        temperatures_N1 = torch.tensor([[sampler.sampling.temperature] for sampler in own])
+        for row, token in zip(rows, draw((scores_NV / temperatures_N1).softmax(-1), own), strict=True):
+            found[row] = None if token is None else Token(token)
+    if len(drawn) == len(samplers):
+        return found
+    finite, likeliest = _likeliest(logits_BV)
+    host_BV = logits_BV if all(sampler.plain or sampler.draws for sampler in samplers) else logits_BV.cpu()
     for row, sampler in enumerate(samplers):
-        if not finite[row]:
-            found.append(None)
-        elif sampler.plain:
-            found.append(Token(likeliest[row]))
-        else:
-            found.append(sampler.next(host_BV[row], tokens[row]))
+        if not finite[row] or sampler.draws:
+            continue
+        found[row] = Token(likeliest[row]) if sampler.plain else sampler.next(host_BV[row], tokens[row])
     return found

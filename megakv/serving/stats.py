@@ -7,10 +7,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megakv.tracking.served import MOST_MOMENTS, Moment, ServedCounts, ServedState, ServedTraffic, Tier, thinned
-from megakv.tracking.tracker import Tracker
+
+# It comes with DeepSpeed, which the process that speaks HTTP does without.
+if TYPE_CHECKING:
+    from megakv.tracking.tracker import Tracker
 
 State = Literal["starting", "serving", "draining", "ended"]
 
@@ -45,7 +48,7 @@ class Document:
     id: int
     tokens: int
     beginning: tuple[int, ...]
-    """Its first tokens, a few hundred at most."""
+    """Its first tokens, a few dozen at most."""
     tier: Tier
     """Of its least available part."""
     used_s_ago: float

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.distributed.launch import run_command
 from tests.distributed.models import prose, save_model
 from tests.distributed.serving import END_S, NAME, START_S, Server
-from tests.patience import Patience, status_within
+from tests.patience import Patience, alive_after, status_within
 
 # Tokens that take seconds, whatever the machine: what is done meanwhile must not come after them.
 LONG = 1500
@@ -282,6 +282,35 @@ def test_a_rank_that_is_lost_while_nobody_asks_ends_the_server(model: Path, tmp_
         server.ranks[1].send_signal(signum)
         assert status_within(END_S, server.process) == 1
         assert "was lost" in server.stderr and "Traceback" not in server.stderr, server.stderr
+
+
+def test_a_first_rank_that_is_killed_is_told_to_clients(model: Path, tmp_path: Path) -> None:
+    """By the process that speaks HTTP, which ends then."""
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        parts: list[Any] = []
+        reader = threading.Thread(target=streamed, args=(server, prose(5), parts))
+        reader.start()
+        while len(parts) < 3:
+            assert reader.is_alive()
+            time.sleep(0.01)
+        [http] = server.first_rank.children()
+        server.first_rank.kill()
+        reader.join(END_S)
+        assert isinstance(parts[-1], openai.APIError) and "ranks of this server have ended" in str(parts[-1]), parts[-1]
+        assert status_within(END_S, server.process) == 1
+        assert not alive_after(END_S, [http])
+
+
+def test_when_what_speaks_http_is_killed_all_ranks_end(model: Path, tmp_path: Path) -> None:
+    with Server(tmp_path / "server", model, "--cp", 2) as server:
+        [http] = server.first_rank.children()
+        # A launcher asks all to end; this one ends with rank 0.
+        http.terminate()
+        assert server.get("/health").status_code == 200
+        http.kill()
+        assert status_within(END_S, server.process) == 1
+        said = "megakv: error: the process that speaks HTTP has ended by signal 9\n"
+        assert server.stderr.count("megakv: error") == 1 and said in server.stderr, server.stderr
 
 
 @pytest.mark.drawn("ends")

@@ -17,7 +17,7 @@ from megakv.attention.compiled import Run
 from megakv.attention.merge import add_sinks
 from megakv.attention.reference import dense_attention
 from megakv.engine.config import load_config
-from megakv.injection.step_graphs import padded
+from megakv.injection.step_graphs import StepGraphs, padded
 from tests.unit.injection import stepped
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -44,8 +44,8 @@ generate = partial(stepped.generate, max_new_tokens=NEW)
 
 def captured(engine: Any) -> set[int]:
     """Of how many sequences there are graphs."""
-    graphs = engine._hooks._graphs
-    return set() if graphs is None else {size for size, one in graphs._steps.items() if one.captured}
+    kernels = [kernel for kernel in engine._hooks._kernels if isinstance(kernel, StepGraphs)]
+    return {size for graphs in kernels for size, one in graphs._steps.items() if one.captured}
 
 
 @pytest.mark.parametrize("name", [*CAPTURED, *OTHERS])
@@ -70,21 +70,21 @@ def test_tokens_are_the_plain_model_s(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_rounding_is_that_of_other_kernels(dtype: torch.dtype) -> None:
-    """Logits of forced tokens, step by step, against float64."""
+    """Logits of forced tokens, step by step, against float64: as far off as the plain model's."""
     model = plain_model("llama")
     ids, mask = prompts(1, 200)
     exact = copy.deepcopy(model).double()(ids).logits[0]
-    errors = {}
+    half = copy.deepcopy(model).to(dtype)
+    plain = float((half(ids).logits[0, 99:].double() - exact[99:]).norm() / exact[99:].norm())
     for graph in (True, False):
         config = {"dtype": {torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype], "enable_cuda_graph": graph}
-        engine = megakv.init_inference(copy.deepcopy(model).to(dtype), config)
+        engine = megakv.init_inference(copy.deepcopy(half), config)
         cache, found = engine.new_cache(), []
         found.append(engine.extend([cache], [ids[0, :100]]))
         found += [engine.extend([cache], [ids[0, slot : slot + 1]]) for slot in range(100, 200)]
-        errors[graph] = float((torch.cat(found).double() - exact[99:]).norm() / exact[99:].norm())
-        assert bool(captured(engine)) == graph
+        error = float((torch.cat(found).double() - exact[99:]).norm() / exact[99:].norm())
+        assert bool(captured(engine)) == graph and error <= 1.25 * plain, (graph, error, plain)
         engine.destroy()
-    assert errors[True] <= 1.05 * errors[False]
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
@@ -149,7 +149,7 @@ def test_it_can_be_switched_off() -> None:
     generate(engine, ids, mask)
     assert not captured(engine)
     engine.destroy()
-    with pytest.raises(ValueError, match="enable_cuda_graph = true: messages between ranks"):
+    with pytest.raises(ValueError, match="enable_cuda_graph = true: messages between context-parallel ranks"):
         load_config({"enable_cuda_graph": True, "megakv": {"context_parallel": {"size": 2}}})
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megakv.attention import prompts
 from megakv.attention.partial import Scoring
 from megakv.attention.together import attend_together
 from tests.unit.attention.test_together import one_by_one, packed_rows, tokens_at
@@ -25,3 +26,10 @@ def test_one_call_gives_what_many_do(
     tolerance = {torch.float32: 1e-4, torch.float16: 2e-3}.get(dtype, 2e-2)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])
+def test_prompts_of_several_sequences_in_one_call(dtype, dim):
+    """The check before the first use: against the float64 reference, whole prompts and their last tokens."""
+    assert prompts._agrees(torch.device("cuda", 0), dtype, dim)

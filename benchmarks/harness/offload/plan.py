@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -190,6 +190,10 @@ def plans(arguments: argparse.Namespace) -> Mapping[str, Plan]:
     return GPU if arguments.gpu else QUICK if arguments.quick else FULL
 
 
+def _some(methods: tuple[str, ...], asked: Sequence[str] | None) -> tuple[str, ...]:
+    return methods if asked is None else tuple(name for name in methods if name in asked)
+
+
 def cases(arguments: argparse.Namespace) -> list[Case]:
     """All that is asked for, part by part; lists on the command line take the place of every part's own."""
     found = []
@@ -201,7 +205,7 @@ def cases(arguments: argparse.Namespace) -> list[Case]:
         group = plan.group and (arguments.group or plan.group)
         found += [
             Case(
-                part, model, batch, prompt, new, link, plan.methods, plan.weights,
+                part, model, batch, prompt, new, link, _some(plan.methods, arguments.methods), plan.weights,
                 beams=beams, groups=batch // group if group else 1, in_memory=plan.in_memory,
             )
             for link in links

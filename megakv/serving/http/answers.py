@@ -8,48 +8,16 @@ import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Lock
 from typing import Any
 
 from megakv.serving.http.call import Call, ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.parts import Detokenizer, StopStrings
-from megakv.serving.loop import RefusedError, ServingLoop
+from megakv.serving.http.ranks import Ranks
 from megakv.serving.request import Event, Finished, Progress, Request, Token
 
 MOST_EVENTS = 4096
 """Of one call that wait for a client that does not read; then it is taken to be gone."""
-
-
-class Mailbox:
-    """Hands events from the thread that computes to the event loop that makes it, woken once for all that have come.
-
-    A token of every stream comes at once, and to wake the loop takes a system call of the thread that computes.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._loop = Lock(), asyncio.get_running_loop()
-        self._events: list[tuple[Channel, int, Event]] = []
-
-    def put(self, channel: Channel, index: int, event: Event) -> None:
-        """Have an event added to a channel; for any thread, returns at once."""
-        with self._lock:
-            self._events.append((channel, index, event))
-            first = len(self._events) == 1
-        if first:
-            try:
-                self._loop.call_soon_threadsafe(self._deliver)
-            except RuntimeError:
-                # After the server's end nobody listens.
-                with self._lock:
-                    self._events.clear()
-
-    def _deliver(self) -> None:
-        with self._lock:
-            events, self._events = self._events, []
-        for channel, index, event in events:
-            channel.add(index, event)
 
 
 class Channel:
@@ -119,18 +87,13 @@ class _Answer:
     request: Request
     detokenizer: Detokenizer
     stops: StopStrings
-    submitted: bool = False
+    number: int | None = None
+    """By which the ranks have it, once it was asked for."""
     cached: int = 0
     done: bool = False
     first_s: float | None = None
     last_s: float = 0.0
     tokens: int = 0
-
-
-def check_serves(loop: ServingLoop) -> None:
-    """An ApiError where no more requests are taken: while the server drains, and once a rank is lost."""
-    if loop.state in ("draining", "ended"):
-        raise unavailable("the server is ending; it takes no more requests")
 
 
 Timed = Callable[[float, float | None], None]
@@ -143,8 +106,8 @@ class Answers:
     The first answer to each prompt is asked for at once, the others when the prompt was read: they find it kept.
     """
 
-    def __init__(self, loop: ServingLoop, served: ServedModel, call: Call, timed: Timed, mailbox: Mailbox):
-        self._loop, self._call, self._timed = loop, call, timed
+    def __init__(self, ranks: Ranks, served: ServedModel, call: Call, timed: Timed):
+        self._ranks, self._call, self._timed = ranks, call, timed
         self._channel = Channel()
         self._began = time.monotonic()
         self.usage = Usage(sum(map(len, call.prompts)))
@@ -154,7 +117,7 @@ class Answers:
                 Detokenizer(served.tokenizer, special=call.special, behind=request.prompt if call.continues else ()),
                 StopStrings(call.stops),
             )
-            for request in call.requests(uuid.uuid4().hex, partial(mailbox.put, self._channel))
+            for request in call.requests(uuid.uuid4().hex, self._channel.add)
         ]
 
     @property
@@ -165,7 +128,7 @@ class Answers:
     async def __aenter__(self) -> Answers:
         try:
             for answer in self._answers[:: self._call.n]:
-                self._submit(answer)
+                await self._submit(answer)
         except BaseException:
             self._cancel()
             raise
@@ -187,7 +150,7 @@ class Answers:
                     if index % self._call.n == 0:
                         progress = self._read(index, event)
                 elif not self._answers[index].done:
-                    self._add(found.setdefault(index, Piece(index)), event)
+                    await self._add(found.setdefault(index, Piece(index)), event)
             if progress is not None:
                 yield progress
             for piece in found.values():
@@ -219,7 +182,7 @@ class Answers:
         answer.cached = event.cached
         return event
 
-    def _add(self, piece: Piece, event: Event) -> None:
+    async def _add(self, piece: Piece, event: Event) -> None:
         answer = self._answers[piece.index]
         if isinstance(event, Token):
             answer.last_s = time.monotonic()
@@ -230,9 +193,9 @@ class Answers:
             if event.id not in self._call.stop_ids:
                 piece.text += answer.stops.add(answer.detokenizer.add(event.id))
             if answer.stops.found is not None:
-                self._loop.cancel(answer.request.id)
+                self._stop(answer)
                 self._end(piece, "stop")
-            self._submit_others(piece.index)
+            await self._submit_others(piece.index)
         elif isinstance(event, Finished):
             if event.why == "error":
                 raise ApiError(500, event.message or "the answer failed", code="failed")
@@ -242,7 +205,7 @@ class Answers:
             if answer.stops.found is None:
                 piece.text += answer.stops.end()
             self._end(piece, "stop" if answer.stops.found is not None else event.why)
-            self._submit_others(piece.index)
+            await self._submit_others(piece.index)
 
     def _end(self, piece: Piece, why: str) -> None:
         answer = self._answers[piece.index]
@@ -251,25 +214,24 @@ class Answers:
             per_token = (answer.last_s - answer.first_s) / (answer.tokens - 1) if answer.tokens > 1 else None
             self._timed(answer.first_s - self._began, per_token)
 
-    def _submit_others(self, index: int) -> None:
+    async def _submit_others(self, index: int) -> None:
+        if self._call.n == 1:
+            return
         first = index - index % self._call.n
         for answer in self._answers[first : first + self._call.n]:
-            if not answer.submitted:
-                self._submit(answer)
+            if answer.number is None:
+                await self._submit(answer)
 
-    def _submit(self, answer: _Answer) -> None:
-        try:
-            self._loop.submit(answer.request)
-        except RefusedError as error:
-            check_serves(self._loop)
-            raise ApiError(429, str(error), code="queue_full", headers={"retry-after": "1"}) from error
-        except ValueError as error:
-            raise ApiError(400, str(error), code="context_length_exceeded") from error
-        answer.submitted = True
+    async def _submit(self, answer: _Answer) -> None:
+        answer.number = await self._ranks.submit(answer.request)
+
+    def _stop(self, answer: _Answer) -> None:
+        if answer.number is not None:
+            self._ranks.cancel(answer.number)
 
     def _cancel(self) -> None:
         self._channel.close()
         for answer in self._answers:
-            if answer.submitted and not answer.done:
+            if not answer.done:
                 answer.done = True
-                self._loop.cancel(answer.request.id)
+                self._stop(answer)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 
-from megakv.serving.http.answers import Answers, Mailbox, check_serves
+from megakv.serving.http.answers import Answers
 from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read_generation_config
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
 from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
@@ -23,11 +23,11 @@ from megakv.serving.http.metrics import Metrics, status
 from megakv.serving.http.parts import Parts
 from megakv.serving.http.prompt_reader import BodyLimits, BodyScanner
 from megakv.serving.http.prompt_work import Prompts, PromptWork
+from megakv.serving.http.ranks import Ranks
 from megakv.serving.http.responses import ResponseAnswer, messages_of
 from megakv.serving.http.schemas import Body, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.stream import EventStream, while_listened_to
-from megakv.serving.loop import ServingLoop
 
 USUAL_COMPLETION_TOKENS = 16
 """Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
@@ -35,14 +35,12 @@ B = TypeVar("B", bound=Body)
 
 
 class Service:
-    """The endpoints over one loop."""
+    """The endpoints over the ranks of one model."""
 
-    def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, metrics: Metrics):
-        self._loop, self._served, self._settings, self._metrics = loop, served, settings, metrics
-        self.work = PromptWork(served.reader)
+    def __init__(self, ranks: Ranks, served: ServedModel, settings: HttpSettings, metrics: Metrics):
+        self._ranks, self._served, self._settings, self._metrics = ranks, served, settings, metrics
+        self._work = PromptWork(served.reader)
         self._conversations = Conversations()
-        # It is the event loop's, which is there with the first call.
-        self._mailbox: Mailbox | None = None
         self._page = _page()
 
     def app(self) -> FastAPI:
@@ -113,7 +111,7 @@ class Service:
         added = messages_of(body)
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        encoding = self.work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
+        encoding = self._work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
         prompt = await while_listened_to(request.receive, encoding)
         answers = await self._asked(request, body, [prompt], held, asked=body.max_output_tokens)
         name = f"resp_{uuid.uuid4().hex}"
@@ -147,16 +145,17 @@ class Service:
 
     async def health(self) -> Response:
         """Whether requests are taken."""
-        check_serves(self._loop)
+        self._ranks.check_serves()
         return _json({"status": "ok"})
 
     async def prometheus(self) -> Response:
         """Metrics."""
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+        stats, _ = await self._ranks.stats(documents=False)
+        return Response(self._metrics.text(stats), media_type="text/plain; version=0.0.4")
 
     async def status(self) -> Response:
         """What the page shows."""
-        return _json(status(self._loop, self._served))
+        return _json(status(*await self._ranks.stats(), self._served))
 
     async def load_model(self) -> Response:
         """What transformers' client asks for before it begins; nothing is loaded, for the model is there."""
@@ -169,20 +168,21 @@ class Service:
     # Steps of a call
 
     async def _body(self, request: Request, kind: type[B]) -> tuple[B, Prompts]:
-        check_serves(self._loop)
+        self._ranks.check_serves()
         media = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if media != "application/json":
             # What a page of another site may send without asking is no JSON.
             raise ApiError(415, "send JSON, with the header 'content-type: application/json'", code="wrong_media_type")
-        scanner, parts, more = BodyScanner(self._limits(kind)), [], True
+        scanner, content, more = BodyScanner(self._limits(kind)), bytearray(), True
         while more:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ApiError(499, "the client has left")
-            parts.append(message.get("body", b""))
-            scanner.add(parts[-1])
+            part = message.get("body", b"")
+            scanner.add(part)
+            content += part
             more = message.get("more_body", False)
-        reading = self.work.read(_sender(request), kind, parts)
+        reading = self._work.read(_sender(request), kind, content)
         body, prompts = await while_listened_to(request.receive, reading)
         if isinstance(body, SamplingBody):
             self._check_model(body.model)
@@ -204,11 +204,10 @@ class Service:
         """The answers to a call, as `make_call` makes it."""
         form = None
         if held is not None:
-            form = await self.work.in_thread(_sender(request), self._served.form, held.form, held.field)
+            form = await self._work.in_thread(_sender(request), self._served.form, held.form, held.field)
         key, user = _owner(request), _user(request, body)
         call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
-        self._mailbox = self._mailbox or Mailbox()
-        return Answers(self._loop, self._served, call, self._metrics.timed, self._mailbox)
+        return Answers(self._ranks, self._served, call, self._metrics.timed)
 
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
         return self._served.parts(prompt, _tools(body)) if held is None else held.parts()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 from transformers.cli.serving.utils import get_response_template
 
 from megakv.costmodel.config_sizes import positions
@@ -22,6 +23,9 @@ from megakv.serving.http.prompt_reader import PromptReader
 from megakv.serving.http.schemas import MOST_TOOLS, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Event, Request, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 PREFIX_TOKENS = 256
 """Of a prompt's end: the beginning of the answer stands in it, where the chat template writes one."""
@@ -79,6 +83,10 @@ class ServedModel:
             return make(self._form_tokenizer)
         except ValueError as error:
             raise ApiError(400, f"{field}: {error}", code="invalid_schema", param=field) from error
+
+    def form_of(self, grammar: str) -> Form:
+        """That of a grammar which this process has not made."""
+        return Form.of(grammar, self._form_tokenizer)
 
     @cached_property
     def _form_tokenizer(self) -> LLTokenizer:
@@ -152,12 +160,11 @@ class Call:
     """Whether answers go on in the text of their prompt."""
 
     def requests(self, name: str, sink: Callable[[int, Event], None]) -> list[Request]:
-        """All of them. Answers to the same prompt differ, each by a seed of its own."""
+        """All of them, each by a seed of its own, which is drawn here where none is given."""
         found = []
         for index, prompt in enumerate(prompt for prompt in self.prompts for _ in range(self.n)):
-            seed, choice = self.sampling.seed, index % self.n
-            if seed is not None and choice:
-                seed = (seed + choice) % LARGEST_SEED
+            seed = self.sampling.seed
+            seed = secrets.randbelow(LARGEST_SEED) if seed is None else (seed + index % self.n) % LARGEST_SEED
             sampling = replace(self.sampling, seed=seed)
             found.append(
                 self.request(id=f"{name}-{index}", prompt=prompt, sink=partial(sink, index), sampling=sampling)

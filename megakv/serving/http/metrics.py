@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -11,7 +11,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from megakv.serving.http.call import ServedModel
-from megakv.serving.loop import ServingLoop
 from megakv.serving.stats import Document, ServingStats
 from megakv.tracking.measurements import percentiles
 from megakv.tracking.served import ServedCounts
@@ -28,8 +27,9 @@ TIERS = {
 class Metrics(Collector):
     """Measurements of one server, in a registry of its own: those of HTTP, and the loop's as they are when asked."""
 
-    def __init__(self, stats: Callable[[], ServingStats]):
-        self._stats, self._registry = stats, CollectorRegistry()
+    def __init__(self) -> None:
+        self._stats: ServingStats | None = None
+        self._registry = CollectorRegistry()
         self._registry.register(self)
         self._calls = Counter("megakv_http_requests", "HTTP requests", ["path", "status"], registry=self._registry)
         self._ttft = Histogram(
@@ -47,7 +47,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """All of them."""
-        stats = self._stats()
+        if (stats := self._stats) is None:
+            return
         for each in fields(ServedCounts):
             family = GaugeMetricFamily if each.name.endswith("_max") else CounterMetricFamily
             yield family(f"megakv_{each.name}", each.metadata["meaning"], value=getattr(stats, each.name))
@@ -73,22 +74,19 @@ class Metrics(Collector):
         if per_token_s is not None:
             self._per_token.observe(per_token_s)
 
-    def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
+    def text(self, stats: ServingStats) -> bytes:
+        """All of it, as Prometheus reads it, with the loop's as they are now."""
+        self._stats = stats
         return generate_latest(self._registry)
 
 
-BEGINNING_TOKENS = 64
-"""Of a kept document that are shown."""
-
-
-def status(loop: ServingLoop, served: ServedModel) -> dict[str, Any]:
+def status(stats: ServingStats, documents: Sequence[Document], served: ServedModel) -> dict[str, Any]:
     """A snapshot."""
 
     def beginning(document: Document) -> str:
-        return served.tokenizer.decode(list(document.beginning[:BEGINNING_TOKENS]), skip_special_tokens=True)
+        return served.tokenizer.decode(list(document.beginning), skip_special_tokens=True)
 
-    values = asdict(loop.stats())
+    values = asdict(stats)
     ttft, token = values.pop("ttft_s"), values.pop("token_s")
     return {
         "model": served.name,
@@ -96,7 +94,7 @@ def status(loop: ServingLoop, served: ServedModel) -> dict[str, Any]:
         **values,
         **_tails("ttft_s", ttft),
         **_tails("token_s", token),
-        "documents": [{**asdict(each), "beginning": beginning(each)} for each in loop.documents()],
+        "documents": [{**asdict(each), "beginning": beginning(each)} for each in documents],
     }
 
 

@@ -1,24 +1,23 @@
-"""The HTTP server of rank 0: a thread of its own beside the one that computes, and uvicorn's protocol with bounds."""
+"""The HTTP server: uvicorn's, and its protocol with bounds."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import threading
-from contextlib import suppress
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from megakv.base.errors import MegaKVError
 from megakv.serving.http.app import Service
 from megakv.serving.http.call import ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
-from megakv.serving.http.guard import Guard
+from megakv.serving.http.guard import App, Guard, Receive, Scope, Send
 from megakv.serving.http.metrics import Metrics
+from megakv.serving.http.ranks import Ranks
 from megakv.serving.http.settings import HttpSettings
-from megakv.serving.loop import ServingLoop
 
 LINGER_S = 2.0
 """How long a closed connection still takes what a client sends: else the client might not read the last answer."""
@@ -104,19 +103,26 @@ LONGEST_LINES = 64 << 10
 """Bytes of a request's first lines, beyond which it is not read to its end."""
 FAREWELL_S = 10.0
 """How long clients may take to read the end of their answers when the server ends."""
-START_S = 30.0
+
+
+class _Server(uvicorn.Server):
+    """One that leaves signals alone: whoever started this process says when it ends."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
 class HttpServer:
-    """Serves in a thread from `start` to `stop`."""
+    """Answers in an event loop until `end`; until `open`, that the model is being loaded."""
 
-    def __init__(self, loop: ServingLoop, served: ServedModel, settings: HttpSettings, listener: socket.socket):
-        self._loop, self._listener = loop, listener
-        metrics = Metrics(loop.stats)
-        self._service = Service(loop, served, settings, metrics)
+    def __init__(self, settings: HttpSettings, listener: socket.socket):
+        self._settings, self._listener = settings, listener
+        self._metrics = Metrics()
+        self._app: App | None = None
         protocol = limited_protocol(most=settings.max_connections, stall_s=settings.stall_s)
         config = uvicorn.Config(
-            Guard(self._service.app(), settings, metrics.count),
+            Guard(self._answer, settings, self._metrics.count),
             http=protocol,
             ws="none",
             lifespan="off",
@@ -126,46 +132,21 @@ class HttpServer:
             h11_max_incomplete_event_size=LONGEST_LINES,
             timeout_graceful_shutdown=int(FAREWELL_S),
         )
-        self._server = uvicorn.Server(config)
-        self._events: asyncio.AbstractEventLoop | None = None
-        self._standing, self._stops = threading.Event(), False
-        self._thread = threading.Thread(target=self._run, name="megakv-http", daemon=True)
+        self._server = _Server(config)
 
-    def prepare(self) -> None:
-        """Begin to make ready for long requests, so that the first of them need not wait."""
-        self._service.work.start()
+    def open(self, ranks: Ranks, served: ServedModel) -> None:
+        """Take requests for a model."""
+        self._app = Service(ranks, served, self._settings, self._metrics).app()
 
-    def start(self) -> None:
-        """Return when requests are taken."""
-        self._thread.start()
-        if not self._standing.wait(START_S):
-            raise MegaKVError(f"the HTTP server did not start within {START_S:g} s")
-
-    def drain(self) -> None:
-        """Take no more requests; safe in a signal's handler, and as often as one likes."""
-        if self._events is not None:
-            # After its end there is nothing to drain.
-            with suppress(RuntimeError):
-                self._events.call_soon_threadsafe(self._loop.drain)
-
-    def stop(self) -> None:
+    def end(self) -> None:
         """End, when what was written to clients has reached them."""
-        self._stops = self._server.should_exit = True
-        self._thread.join(2 * FAREWELL_S)
-        self._service.work.close()
+        self._server.should_exit = True
 
-    def _run(self) -> None:
-        async def serve() -> None:
-            self._events = asyncio.get_running_loop()
-            self._standing.set()
-            await self._server.serve([self._listener])
+    async def serve(self) -> None:
+        """Answer."""
+        await self._server.serve([self._listener])
 
-        why = "without an error"
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            why = f"with {type(error).__name__}: {error}"
-            raise
-        finally:
-            if not self._stops:
-                self._loop.fail(f"the thread that speaks HTTP has ended {why}")
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._app is None:
+            raise unavailable("the model is being loaded")
+        await self._app(scope, receive, send)

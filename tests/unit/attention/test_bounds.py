@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import DecodeKernel, Packing, RowTable, Run, load_kernel
+from megakv.attention.compiled import DecodeKernel, Packing, RowTable, RowTables, Run, load_kernel
 from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight, load_layer
 from megakv.attention.linear import LinearKernel, load_linear
 from megakv.attention.prefill import PrefillKernel, load_prefill
@@ -249,7 +249,7 @@ def test_layers_and_what_ranks_have_of_them() -> None:
         layers = [WholeLayer(LayerCalls(kernel, each), ranks, 1.0) for each in (weights, *others)]
         one = TokenStep(step, range(sequences + 1), range(sequences), np.zeros, None, Ledger().compute)
         table = RowTable.of([[Run.of(*each)] for each in held], [0] * rows, torch.float32)
-        WholeLayersCall(layers)(x, angles, angles, one, [table] * tables, None)
+        WholeLayersCall(layers)(x, angles, angles, one, RowTables.of([table] * tables), None)
 
     every = {"inputs": one_rank(), "partial": one_rank(), "outputs": one_rank(), "feed_forward": one_rank()}
     biases = {"outputs_bias": torch.randn(12), "feed_forward_bias": torch.randn(12)}

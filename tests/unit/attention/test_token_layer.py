@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megakv.attention.compiled import RowTable, Run
+from megakv.attention.compiled import RowTable, RowTables, Run
 from megakv.attention.layer import (
     ACTIVATIONS,
     TOLERANCE,
@@ -124,7 +124,7 @@ class Drawn:
         )
         call = WholeLayersCall([WholeLayer(LayerCalls(kernel, self.own(rank)), ranks, self.scale)])
         one = TokenStep(step, range(self.batch + 1), stored, seen, None, Ledger().compute)
-        out, (moments,) = call(self.x, self.cos, self.sin, one, [table], window)
+        out, (moments,) = call(self.x, self.cos, self.sin, one, RowTables.of([table]), window)
         return out, moments, [held[b] for b in stored]
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,9 +190,9 @@ def test_layers_in_one_call_are_those_of_a_call_each(dtype: torch.dtype) -> None
             [RowTable.of([[Run.of(*each)] for each in own], [0] * len(own), dtype) for own in held]
             for held in (together, apart)
         )
-        out, moments = WholeLayersCall(layers)(x, cos, sin, one, tables[:some], None)
+        out, moments = WholeLayersCall(layers)(x, cos, sin, one, RowTables.of(tables[:some]), None)
         for layer, table in zip(layers[:some], others, strict=False):
-            x = WholeLayersCall([layer])(x, cos, sin, one, [table], None)[0]
+            x = WholeLayersCall([layer])(x, cos, sin, one, RowTables.of([table]), None)[0]
         assert torch.equal(out, x) and len(moments) == some
         for own, other in zip(together, apart, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(own, other, strict=True))

@@ -187,8 +187,8 @@ def test_names() -> None:
 
 def test_large_models_fit_their_machine() -> None:
     asked = Namespace(
-        gpu=True, quick=False, only=list(GPU), links=[None], shapes=None, batch=None, prompt=None, new=None,
-        group=None, layers=None, hidden=0, heads=0,
+        methods=None, gpu=True, quick=False, only=list(GPU), links=[None], shapes=None, batch=None, prompt=None,
+        new=None, group=None, layers=None, hidden=0, heads=0,
     )  # fmt: skip
     found = cases(asked)
     shapes = {name: ModelShape.from_config(config_of(name, asked), dtype=torch.float16) for name in LARGE}
@@ -208,6 +208,10 @@ def test_large_models_fit_their_machine() -> None:
         (["--links", "0"], "--links 0: allowed: numbers above 0"),
         (["--shapes", "bert"], "--shapes bert: allowed: each of opt, mha, gqa, windowed once"),
         (["--only", "long"], "--only long: allowed: each of links, latency"),
+        (
+            ["--only", "latency", "--methods", "stream,row_stream"],
+            "--methods stream,row_stream: allowed: each of auto,",
+        ),
         (["--new", "3"], "--new 3: allowed: 6 or more"),
         (["--heads", "6"], "--heads 6: allowed: multiples of 4"),
         (["--batch", "3"], "--batch 3: allowed for part throughput: multiples of --group 2"),

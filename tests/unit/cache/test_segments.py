@@ -1,5 +1,7 @@
 """Rows in segments do what lists of rows do, whatever forks, cuts and shared runs come in whatever order."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -111,3 +113,35 @@ def test_neighbours_of_one_buffer_are_one_segment_again() -> None:
         other.append_shared(held.share(held.length - 60, held.length))
     ((keys, _),) = other.segments()
     assert keys.data_ptr() == held.segments()[0][0].data_ptr() and keys.shape[1] == 90 * 60
+
+
+@pytest.mark.parametrize("lengths", [(5, 5, 5), (7, 7)])
+def test_prompts_of_a_pass_are_held_apart(lengths: tuple[int, ...]) -> None:
+    """Those of one length are stored in one copy; each goes on, is cut and is copied as if it had come alone."""
+    k, v = (torch.randn(2, sum(lengths), dim) for dim in (8, 6))
+    bounds = np.cumsum([0, *lengths])
+    together, apart = DenseStore(len(lengths)), DenseStore(len(lengths))
+    assert together.hold_alike(len(lengths), k, v) and not together.hold_alike(len(lengths), k, v)
+    assert not DenseStore(1 + len(lengths)).hold_alike(len(lengths), k, v)
+    for sequence, own in enumerate(pairwise(bounds.tolist())):
+        apart.append(sequence, k[:, slice(*own)], v[:, slice(*own)])
+    k.zero_()
+
+    def same() -> None:
+        for sequence in range(len(lengths)):
+            assert together.rows(sequence) == apart.rows(sequence)
+            for one, other in zip(*(zip(*each.runs(sequence), strict=True) for each in (together, apart)), strict=True):
+                assert torch.equal(torch.cat(one, dim=1), torch.cat(other, dim=1))
+
+    same()
+    twin = together.fork()
+    for sequence in (0, len(lengths) - 1):
+        more = torch.randn(2, 3, 8), torch.randn(2, 3, 6)
+        for store in (together, apart):
+            store.append(sequence, *more)
+            store.crop(sequence, store.rows(sequence) - 1)
+    same()
+    assert twin.rows(0) == lengths[0] and together.nbytes() >= apart.nbytes() - 1
+    together.reorder([0] * len(lengths))
+    apart.reorder([0] * len(lengths))
+    same()

@@ -56,3 +56,24 @@ def test_times_are_counted_when_the_device_has_come_there() -> None:
     ledger.reset()
     device.reached = device.asked
     assert ledger.waited_s() == 0.0 and not ledger.tallies
+
+
+def test_of_a_capture_what_is_sent_is_said_and_nothing_is_counted() -> None:
+    device = Device()
+    ledger = Ledger(timeline=True, clock=device)
+    ledger.enter_dense()
+    asked = device.asked
+    with ledger.capturing() as sent:
+        with ledger.compute("attention", 1):
+            posted = ledger.mark()
+            ledger.sent("sum", 1, 64)
+            ledger.transfer("sum", 1, posted, posted)
+        assert not ledger.leave_dense()
+    assert sent == [("sum", 1, 64)] and device.asked == asked
+    device.reached = 9.0
+    ledger.read()
+    assert not ledger.tallies and not ledger.computed and not ledger.spans
+    # A replay.
+    for each in sent:
+        ledger.sent(*each)
+    assert ledger.tallies["sum", 1].bytes_sent == 64 and ledger.leave_dense()

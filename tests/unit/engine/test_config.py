@@ -137,7 +137,7 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"checkpoint": "x.json"}, "checkpoint = 'x.json' is not supported with MegaKV: pass the model's directory"),
         (
             {"enable_cuda_graph": True, "megakv": {"context_parallel": {"size": 2}}},
-            "enable_cuda_graph = true: messages between ranks are not captured, so one rank is needed; leave it out",
+            "enable_cuda_graph = true: messages between context-parallel ranks are not captured; leave it out",
         ),
         ({"enable_cuda_graph": True, "megakv": {"fairkv": {"budget": 64}}}, "enable_cuda_graph = true: kept tokens"),
         (

@@ -231,7 +231,7 @@ def test_a_decoder_s_own_forward_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_graphs, "attends_on_device", lambda: True)
     assert step_graphs.step_graphs(model, runtime) is None
     del decoder.forward
-    monkeypatch.setattr(step_graphs, "StepGraphs", lambda *_: "made")
+    monkeypatch.setattr(step_graphs, "StepGraphs", lambda *_, **__: "made")
     assert step_graphs.step_graphs(model, runtime) == "made"
 
 

@@ -1,5 +1,7 @@
 """A server over a real loop and a real engine, of one rank, in this process."""
 
+import asyncio
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import megakv
+from megakv.serving.api import ApiLink
 from megakv.serving.http.call import ServedModel
+from megakv.serving.http.process import connect
 from megakv.serving.http.server import HttpServer
 from megakv.serving.http.settings import HttpSettings, listening_socket
 from megakv.serving.loop import ServingLoop
@@ -111,19 +115,34 @@ def budget(tmp_path: Path) -> Iterator[str]:
 
 
 class running:  # noqa: N801
-    """A server in a ``with``; gives its address, `url`, where connections wait for it until then."""
+    """A server in a ``with``, in threads of this process; gives its address, `url`, where connections wait for it."""
 
     def __init__(self, loop: tuple[ServingLoop, ServedModel], settings: HttpSettings):
         self._listener = listening_socket(settings)
-        self._server = HttpServer(*loop, settings, self._listener)
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._server, (_, self._model) = HttpServer(settings, self._listener), loop
+        ours, self._theirs = socket.socketpair()
+        self._link = ApiLink(loop[0], ours, self._model.form_of)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+
+    async def _serve(self) -> None:
+        ranks = await connect(self._theirs)
+        ranks.on_end = self._server.end
+        self._server.open(ranks, self._model)
+        ranks.stand()
+        await self._server.serve()
 
     def __enter__(self) -> str:
-        self._server.start()
+        self._thread.start()
+        self._link.start()
+        assert self._link.decided.wait(MOST_S) and self._link.stands
         return self.url
 
     def __exit__(self, *ending: object) -> None:
-        self._server.stop()
+        self._link.stop()
+        self._thread.join(MOST_S)
+        assert not self._thread.is_alive()
+        self._link.close()
         self._listener.close()
 
 

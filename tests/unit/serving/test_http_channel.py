@@ -1,32 +1,25 @@
-"""Events from the thread that computes wake whoever waits for them, however many do, and again."""
+"""Events of a call wait for whoever takes them, up to a bound."""
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 
-from megakv.serving.http.answers import Channel, Mailbox
-from megakv.serving.request import Token
+from megakv.serving.http.answers import Channel
+from megakv.serving.request import Finished, Progress, Token
 
 
-def test_a_mailbox_wakes_all_that_wait() -> None:
+def test_a_channel_wakes_whoever_waits_and_keeps_what_is_of_interest() -> None:
     async def main() -> None:
-        mailbox = Mailbox()
-        channels = [Channel() for _ in range(5)]
-        with ThreadPoolExecutor(1) as computing:
-            for number in range(3):
-                waiting = [asyncio.create_task(channel.take(30)) for channel in channels]
-                await asyncio.sleep(0)
-                for channel in channels:
-                    computing.submit(mailbox.put, channel, number, Token(number)).result()
-                assert await asyncio.gather(*waiting) == [[(number, Token(number))]] * len(channels)
+        channel = Channel(most=3)
+        waiting = asyncio.create_task(channel.take(30))
+        await asyncio.sleep(0)
+        channel.add(0, Token(1))
+        assert await waiting == [(0, Token(1))] and await channel.take(0.01) == []
+        for read in (1, 2):
+            channel.add(0, Progress(0, read, 9))
+        channel.add(0, Token(2))
+        assert await channel.take(30) == [(0, Progress(0, 2, 9)), (0, Token(2))]
+        for number in range(5):
+            channel.add(0, Token(number))
+        [(_, last)] = await channel.take(30)
+        assert isinstance(last, Finished) and last.why == "error"
 
     asyncio.run(asyncio.wait_for(main(), 20))
-
-
-def test_what_comes_after_the_end_is_not_kept() -> None:
-    async def begin() -> Mailbox:
-        return Mailbox()
-
-    mailbox = asyncio.run(begin())
-    for _ in range(2):
-        mailbox.put(Channel(), 0, Token(0))
-    assert not mailbox._events

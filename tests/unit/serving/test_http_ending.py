@@ -1,6 +1,6 @@
-"""A server whose ranks, or whose own thread, fail: streams end with an error, and nobody is kept waiting."""
+"""A server whose ranks, or whose own process, fail: streams end with an error, and nobody is kept waiting."""
 
-import sys
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +14,8 @@ from transformers import AutoTokenizer
 
 import megakv
 from megakv.base.errors import MegaKVError
+from megakv.serving.api import ApiProcess
 from megakv.serving.http.call import ServedModel
-from megakv.serving.http.server import HttpServer
 from megakv.serving.http.settings import HttpSettings, listening_socket
 from megakv.serving.loop import ServingLoop
 from megakv.serving.settings import ServingSettings
@@ -82,17 +82,33 @@ def test_whatever_ends_the_loop_is_told_to_clients(
         check_error(httpx.post(f"{url}/v1/completions", json=BODY, timeout=MOST_S), 503)
 
 
-@pytest.mark.filterwarnings("ignore:Exception in thread megakv-http")
-def test_a_server_whose_own_thread_fails_ends_the_loop(model_folder: Path) -> None:
-    """Nobody would be served any more; those of another one hear why."""
+def test_a_process_that_speaks_http_is_part_of_the_server(model_folder: Path) -> None:
+    """It says that the model is loaded, then answers; when it is killed the loop ends, for clients of others too."""
     settings = HttpSettings(NAME, port=0)
-    with failing(model_folder) as (_, loop, ended), running(loop, settings) as url:
-        with listening_socket(settings) as listener:
-            server = HttpServer(*loop, settings, listener)
-            server.start()
-            assert server._events is not None
-            server._events.call_soon_threadsafe(sys.exit, 3)
-            assert str(ended()) == "the thread that speaks HTTP has ended with SystemExit: 3"
-        assert httpx.get(f"{url}/health").status_code == 503
-        # Asked to drain it does not mind.
-        server.drain()
+    with listening_socket(settings) as listener:
+        api = ApiProcess(settings, listener)
+    url = f"http://127.0.0.1:{api.address[1]}"
+    try:
+        loading = check_error(httpx.get(f"{url}/health", timeout=MOST_S), 503)
+        assert loading["message"] == "the model is being loaded"
+        with failing(model_folder) as (_, loop, ended), running(loop, settings) as other:
+            api.serve(*loop)
+            client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=MOST_S)
+            assert client.completions.create(**BODY).usage.completion_tokens > 0
+            assert httpx.get(f"{url}/health").status_code == 200
+            api.process.kill()
+            assert str(ended()) == "the process that speaks HTTP has ended by signal 9"
+            assert httpx.get(f"{other}/health").status_code == 503
+            # Asked to drain it does not mind.
+            api.drain()
+    finally:
+        api.close()
+    api.drain()
+
+
+def test_one_that_has_not_begun_to_serve_ends_at_once() -> None:
+    settings = HttpSettings(NAME, port=0)
+    with listening_socket(settings) as listener:
+        api = ApiProcess(settings, listener)
+    api.close()
+    assert api.process.returncode == -signal.SIGKILL

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from megakv.serving.request import Sampling, Token
-from megakv.serving.sampler import Sampler, _among_likeliest, _RunningSum, check_sampling, sample
+from megakv.serving.sampler import Sampler, _among_likeliest, _RunningSums, check_sampling, sample
 
 V = 50
 DRAWS = 4000
@@ -37,6 +37,12 @@ def drawn_sampling() -> Sampling:
         repetition_penalty=random.choice([1.0, random.uniform(0.5, 2)]),
         seed=random.randrange(1 << 30),
     )
+
+
+def among_likeliest(probabilities_V: torch.Tensor, sampling: Sampling) -> list[bool]:
+    """Of every token."""
+    count = len(probabilities_V)
+    return _among_likeliest(probabilities_V[None], [0] * count, range(count), [sampling] * count)
 
 
 @pytest.mark.drawn(2)
@@ -66,10 +72,10 @@ def test_a_token_is_drawn_where_the_running_sum_exceeds_the_random_number(count:
     probabilities[random.randrange(count)] += 0.1
     seed = random.randrange(1 << 30)
     numbers, generator = (torch.Generator().manual_seed(seed) for _ in range(2))
-    running, ends = _RunningSum(probabilities, generator), probabilities.cumsum(0, dtype=torch.float64)
+    running, ends = _RunningSums(probabilities[None]), probabilities.cumsum(0, dtype=torch.float64)
     for _ in range(200):
         number = torch.rand((), dtype=torch.float64, generator=numbers) * ends[-1]
-        found = running.draw()
+        (found,) = running.draw([0], [generator])
         assert probabilities[found] > 0
         # Sums in another order differ in their last digits.
         assert ends[found] > number - 1e-12 and (not found or ends[found - 1] <= number + 1e-12)
@@ -83,7 +89,7 @@ def test_the_ends_of_the_running_sum_are_tokens_too(number: float, monkeypatch: 
         first, last = sorted(random.choices(range(count), k=2))
         probabilities[:first] = probabilities[last + 1 :] = 0
         probabilities /= probabilities.sum()
-        assert _RunningSum(probabilities, torch.Generator()).draw() == (last if number else first)
+        assert _RunningSums(probabilities[None]).draw([0], [torch.Generator()]) == [last if number else first]
 
 
 @pytest.mark.parametrize("scale", [0.1, 1.0, 6.0])
@@ -95,7 +101,7 @@ def test_the_likeliest_are_those_that_transformers_keeps(scale: float) -> None:
         scores_V[torch.rand(count) < 0.2] = -torch.inf
         scores_V[0] = 0.5
         probabilities_V = scores_V.softmax(-1)
-        kept = torch.tensor([_among_likeliest(probabilities_V, token, top_p, min_p) for token in range(count)])
+        kept = torch.tensor(among_likeliest(probabilities_V, Sampling(top_p=top_p, min_p=min_p)))
         cuts = LogitsProcessorList([TopPLogitsWarper(top_p)])
         if min_p:
             cuts.append(MinPLogitsWarper(min_p))
@@ -108,9 +114,8 @@ def test_the_likeliest_are_those_that_transformers_keeps(scale: float) -> None:
 def test_of_tokens_as_likely_the_first_are_kept(top_p: float) -> None:
     """However they are found."""
     probabilities_V, kept = torch.full((40,), 1 / 40), math.ceil(40 * top_p)
-    assert [_among_likeliest(probabilities_V, token, top_p, 0.5) for token in range(40)] == [
-        at < kept for at in range(40)
-    ]
+    found = among_likeliest(probabilities_V, Sampling(top_p=top_p, min_p=0.5))
+    assert found == [at < kept for at in range(40)]
     sampler = Sampler(Sampling(top_p=top_p))
     assert {sampler.next(torch.zeros(40), []).id for _ in range(2000)} == set(range(kept))
 
@@ -218,3 +223,21 @@ def test_an_answer_whose_logits_are_no_numbers_leaves_the_others_alone() -> None
 def test_what_cannot_be_sampled_by_is_named(changes: dict[str, object], name: str) -> None:
     with pytest.raises(ValueError, match=name):
         check_sampling(Sampling(**changes), V)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_of_many_streams_are_those_of_each_by_itself(dtype: torch.dtype) -> None:
+    """Whatever they are drawn by, and beside whichever others."""
+    for vocabulary, scale in ((1000, 8.0), (383, 0.1), (4097, 2.0)):
+        settings = [drawn_sampling() for _ in range(40)]
+        settings = [Sampling(**{**vars(each), "repetition_penalty": 1.0}) for each in settings]
+        settings[::7] = [Sampling(temperature=0.0)] * len(settings[::7])
+        settings[::5] = [Sampling(top_p=0.05, seed=random.randrange(100))] * len(settings[::5])
+        together, apart = ([Sampler(each) for each in settings] for _ in range(2))
+        for _ in range(3):
+            logits = (scale * torch.randn(len(settings), vocabulary)).to(dtype)
+            logits[3], logits[8, 5] = torch.nan, torch.inf
+            found = sample(logits, together, [[]] * len(settings))
+            assert found[3] is None and found[8] is None
+            rest = [row for row in range(len(settings)) if row not in (3, 8)]
+            assert [found[row] for row in rest] == [apart[row].next(logits[row], []) for row in rest]
