@@ -41,7 +41,6 @@ TITLES = {
     "served": "Served: keys and values by tier",
     "served_moments": "Served: queue, tokens and memory over time",
     "ranks": "Balance of tokens, keys and values",
-    "products": "Products by rows and library",
     "communication": "Communication",
     "products": "Libraries that multiply, by rows",
     "prefill": "Prefill: predicted and measured",
