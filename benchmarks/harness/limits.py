@@ -223,8 +223,8 @@ def report(rows: Rows) -> Summary:
             lowest[row["dtype"]] = min(lowest.get(row["dtype"], ratio.value), ratio.value)
     columns = "part dtype case seconds:ms g_per_s torch_g_per_s limit_g_per_s share speedup"
     for library in dict.fromkeys(name for row in rows for name in row["work"] if row["part"] == "rates"):
-        if library not in ("seconds", "limit_seconds"):
-            columns += " " + library.replace("seconds", "g_per_s")
+        if (column := library.replace("seconds", "g_per_s")) not in columns.split():
+            columns += f" {column}"
     show(rows, columns, "Billions of operations of visible pairs, or bytes, a second; shares of the limit's")
     show_summary(summary, *(name for name in summary if name.startswith("lowest")))
     return summary

@@ -31,6 +31,8 @@ constexpr int SIDE_BY_SIDE = SUMS / 2;
 // thread reads again and again stays in the second cache.
 constexpr int64_t ROWS_BLOCK = 96;
 constexpr int64_t BLOCK_CELLS = 8 * PIECE;
+// Tiles that a block of rows meets while it lies there.
+constexpr int64_t GROUP = 4;
 // Rows that take as long as making cells of the weights that they meet.
 constexpr int64_t PACKING_ROWS = 13;
 // Columns whose products are summed up in one running sum: more would cost digits.
@@ -197,7 +199,7 @@ template <class T> class Product {
 
   // Floats that a thread needs for it.
   static int64_t scratch(const Inputs& x) {
-    return x.many() ? TILE_OUTPUTS * (BLOCK_CELLS + x.rows) : 0;
+    return x.many() ? GROUP * TILE_OUTPUTS * (std::min<int64_t>(x.columns, BLOCK_CELLS) + PIECE + x.rows) : 0;
   }
 
   // Those of some blocks and rows: of few rows all.
@@ -248,31 +250,34 @@ template <class T> class Product {
 
   template <class Cell> void compute_many(int64_t begin, int64_t end, Span rows, float* memory) const {
     constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>, BLOCK = BLOCK_CELLS * NUMBERS<Cell>;
-    Cell* const tile = (Cell*)memory;
-    float* const total = memory + TILE_OUTPUTS * BLOCK_CELLS;
-    if (!x.columns) std::fill_n(total, rows.count() * TILE_OUTPUTS, 0.0f);
-    for (int64_t at = begin; at < end; at += TILE_OUTPUTS) {
-      const int64_t count = std::min(TILE_OUTPUTS, end - at);
-      const int64_t next = at + 2 * TILE_OUTPUTS <= end ? TILE_OUTPUTS * step : 0;
-      for (int64_t first = 0; first < x.columns; first += BLOCK) {
-        const int64_t stop = std::min(first + BLOCK, x.columns);
+    // Of few rows cells are needed once.
+    const bool again = rows.count() > ROWS_BLOCK;
+    const int64_t held = TILE_OUTPUTS * (again ? std::min<int64_t>(in_cells<Cell>(x.columns), BLOCK_CELLS) : PIECE);
+    const int64_t group = again ? GROUP * TILE_OUTPUTS : TILE_OUTPUTS, total_step = rows.count() * TILE_OUTPUTS;
+    float* const totals = memory + (again ? GROUP : 1) * held;
+    for (int64_t from = begin; from < end; from += group) {
+      const int64_t stop = std::min(from + group, end);
+      if (!x.columns) std::fill_n(totals, (stop - from + TILE_OUTPUTS - 1) / TILE_OUTPUTS * total_step, 0.0f);
+      for (int64_t first = 0; first < x.columns; first += BLOCK)
         for (int64_t row = rows.begin; row < rows.end; row += ROWS_BLOCK)
-          for (int64_t d = first; d < stop; d += COLUMNS) {
-            const int64_t length = std::min(COLUMNS, stop - d);
-            const T* const from = weight + at * step + d;
-            Cell* const own = tile + (d - first) / NUMBERS<Cell> * TILE_OUTPUTS;
-            if (row == rows.begin) pack(from, count, length, own);
-            multiply_block({row, std::min(row + ROWS_BLOCK, rows.end)}, d, own, length,
-                           total + (row - rows.begin) * TILE_OUTPUTS,
-                           next && row == rows.begin ? from + next : nullptr);
-          }
-      }
-      for (int64_t row = rows.begin; row < rows.end; ++row)
-        each_vector(0, count, [&](int64_t i, int64_t lanes) {
-          Floats found = load(total + (row - rows.begin) * TILE_OUTPUTS + i);
-          if (bias) found += some(bias + at + i, lanes);
-          store_rounded(out + row * out_step + at - origin + i, found, lanes);
-        });
+          for (int64_t at = from, i = 0; at < stop; at += TILE_OUTPUTS, ++i)
+            for (int64_t d = first; d < std::min(first + BLOCK, x.columns); d += COLUMNS) {
+              const int64_t length = std::min(COLUMNS, std::min(first + BLOCK, x.columns) - d);
+              const T* const weights = weight + at * step + d;
+              Cell* const own = (Cell*)memory + i * held + (again ? (d - first) / NUMBERS<Cell> * TILE_OUTPUTS : 0);
+              const bool fresh = row == rows.begin, next = fresh && at + 2 * TILE_OUTPUTS <= end;
+              if (fresh) pack(weights, std::min(TILE_OUTPUTS, end - at), length, own);
+              multiply_block({row, std::min(row + ROWS_BLOCK, rows.end)}, d, own, length,
+                             totals + i * total_step + (row - rows.begin) * TILE_OUTPUTS,
+                             next ? weights + TILE_OUTPUTS * step : nullptr);
+            }
+      for (int64_t at = from, i = 0; at < stop; at += TILE_OUTPUTS, ++i)
+        for (int64_t row = rows.begin; row < rows.end; ++row)
+          each_vector(0, std::min(TILE_OUTPUTS, end - at), [&](int64_t column, int64_t lanes) {
+            Floats found = load(totals + i * total_step + (row - rows.begin) * TILE_OUTPUTS + column);
+            if (bias) found += some(bias + at + column, lanes);
+            store_rounded(out + row * out_step + at - origin + column, found, lanes);
+          });
     }
   }
 

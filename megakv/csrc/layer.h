@@ -221,15 +221,16 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
   // Of many rows a block of gates is multiplied while it lies in the second cache, of few all that a thread has.
   const bool many = inputs.many();
   const int64_t block = Product<T>::block(inputs), scratch = Product<T>::scratch(inputs);
-  const int64_t step = many ? block : width, room = many ? 2 * rows * block : 0;
+  const int64_t step = many ? GROUP * block : width, room = many ? 2 * rows * step : 0;
+  const int64_t memory_each = scratch + room + GROUP * block;
   Space<T> gate(many ? 0 : rows * width), up(many ? 0 : rows * width);
-  divide_both(Product<T>::blocks(inputs, width), rows, many, 2 * rows * hidden * width, threads, scratch + room + block,
+  divide_both(Product<T>::blocks(inputs, width), rows, many, 2 * rows * hidden * width, threads, memory_each,
               [&](int64_t first, int64_t last, Span own, float* memory) {
                 T* const gates = many ? (T*)(memory + scratch) : gate.data();
-                T* const ups = many ? gates + rows * block : up.data();
+                T* const ups = many ? gates + rows * step : up.data();
                 float* const gated_row = memory + scratch + room;
                 for (int64_t at = first, next; at < last; at = next) {
-                  next = many ? at + 1 : last;
+                  next = many ? std::min(at + GROUP, last) : last;
                   const int64_t begin = at * block, end = std::min(next * block, width), origin = many ? begin : 0;
                   Product<T>(inputs, layer.gate, gates, step, origin).compute(at, next, own, memory);
                   Product<T>(inputs, layer.up, ups, step, origin).compute(at, next, own, memory);

@@ -75,8 +75,8 @@ class TokenLayer:
         blocks: Blocks,
         agreed: dict[Any, bool],
     ):
-        self.layer, self._kernel, self._blocks, self._agreed = layer, kernel, blocks, agreed
-        self._products, self._slices, self._runtime = products, slices, runtime
+        self.layer, self._kernel, self._blocks, self._agreed, self._slices = layer, kernel, blocks, agreed, slices
+        self._products, self._most_rows, self._runtime = products, products.whole_rows, runtime
         # Of one that is of the kind, as it is now: addresses of weights and what else is written down in plans, which
         # are kept by whether ranks have slices.
         self._attention: Any = None
@@ -154,8 +154,7 @@ class TokenLayer:
         last = step.last if attention.layer_idx == self._runtime.traits.last_layer else None
         wanted = None if last is None else last.rows
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
-        scoring = scoring_of(attention.scaling, window, None)
-        q, k, v = plan.calls.heads(found)
+        (q, k, v), scoring = plan.calls.heads(found), scoring_of(attention.scaling, window, None)
         attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None).flatten(2)
         sums = _sum(attention.o_proj), _sum(self.layer.mlp.down_proj)
         if wanted is None:
@@ -234,8 +233,7 @@ class TokenLayer:
         ):
             return False
         rows, dim = x.shape[-2], calls.weights.head_dim
-        many = step.token_step is not None and rows > self._products.whole_rows
-        if many or x.device.type != "cpu":
+        if x.device.type != "cpu" or (step.token_step is not None and rows > self._most_rows):
             return False
         # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.
         key, kind = ("embeddings", id(embeddings), dim), (1, rows, dim)
