@@ -27,7 +27,7 @@ constexpr int64_t TILE_OUTPUTS = 2 * LANES;
 constexpr int64_t PIECE = 128;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
-// Rows that meet all columns of a tile before others do, and cells of each that are made at a time: with them, what a
+// Rows, about, that meet all columns of a tile before others do, and cells of each that are made at a time: with them, what a
 // thread reads again and again stays in the second cache.
 constexpr int64_t ROWS_BLOCK = 96;
 constexpr int64_t BLOCK_CELLS = 8 * PIECE;
@@ -251,7 +251,10 @@ template <class T> class Product {
   template <class Cell> void compute_many(int64_t begin, int64_t end, Span rows, float* memory) const {
     constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>, BLOCK = BLOCK_CELLS * NUMBERS<Cell>;
     // Of few rows cells are needed once.
-    const bool again = rows.count() > ROWS_BLOCK;
+    const int64_t parts = (rows.count() + ROWS_BLOCK / 2) / ROWS_BLOCK;
+    const bool again = parts > 1;
+    const int64_t each = again ? ((rows.count() + parts - 1) / parts + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE * SIDE_BY_SIDE
+                               : std::max<int64_t>(rows.count(), 1);
     const int64_t held = TILE_OUTPUTS * (again ? std::min<int64_t>(in_cells<Cell>(x.columns), BLOCK_CELLS) : PIECE);
     const int64_t group = again ? GROUP * TILE_OUTPUTS : TILE_OUTPUTS, total_step = rows.count() * TILE_OUTPUTS;
     float* const totals = memory + (again ? GROUP : 1) * held;
@@ -259,7 +262,7 @@ template <class T> class Product {
       const int64_t stop = std::min(from + group, end);
       if (!x.columns) std::fill_n(totals, (stop - from + TILE_OUTPUTS - 1) / TILE_OUTPUTS * total_step, 0.0f);
       for (int64_t first = 0; first < x.columns; first += BLOCK)
-        for (int64_t row = rows.begin; row < rows.end; row += ROWS_BLOCK)
+        for (int64_t row = rows.begin; row < rows.end; row += each)
           for (int64_t at = from, i = 0; at < stop; at += TILE_OUTPUTS, ++i)
             for (int64_t d = first; d < std::min(first + BLOCK, x.columns); d += COLUMNS) {
               const int64_t length = std::min(COLUMNS, std::min(first + BLOCK, x.columns) - d);
@@ -267,7 +270,7 @@ template <class T> class Product {
               Cell* const own = (Cell*)memory + i * held + (again ? (d - first) / NUMBERS<Cell> * TILE_OUTPUTS : 0);
               const bool fresh = row == rows.begin, next = fresh && at + 2 * TILE_OUTPUTS <= end;
               if (fresh) pack(weights, std::min(TILE_OUTPUTS, end - at), length, own);
-              multiply_block({row, std::min(row + ROWS_BLOCK, rows.end)}, d, own, length,
+              multiply_block({row, std::min(row + each, rows.end)}, d, own, length,
                              totals + i * total_step + (row - rows.begin) * TILE_OUTPUTS,
                              next ? weights + TILE_OUTPUTS * step : nullptr);
             }
