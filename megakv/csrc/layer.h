@@ -9,6 +9,9 @@
 
 namespace {
 
+// What the inside of a feed-forward may have at a time, with some rows at least.
+constexpr int64_t BLOCK_ELEMENTS = 1 << 22, LEAST_BLOCK = 256;
+
 enum Activation { SILU, GELU, GELU_TANH };
 
 struct Norm {
@@ -188,6 +191,16 @@ template <class T>
 void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attended, bool projected, bool whole,
                   int threads, T* middle, T* out) {
   const int64_t hidden = layer.hidden, width = layer.gate.outputs;
+  const int64_t most = std::max(BLOCK_ELEMENTS / std::max<int64_t>(width, 1), LEAST_BLOCK);
+  if (rows >= 2 * most) {
+    // Larger memory would be taken anew in every call.
+    const int64_t parts = rows / most, inputs = projected ? hidden : layer.heads * layer.head_dim;
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first, at = first * hidden;
+      feed_forward(layer, count, x + at, attended + first * inputs, projected, whole, threads, middle + at, out + at);
+    }
+    return;
+  }
   const T* added = attended;
   Space<T> found(projected ? 0 : rows * hidden);
   if (!projected) {

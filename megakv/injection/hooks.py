@@ -81,12 +81,13 @@ class ForwardHooks:
         captured = step_graphs(model, runtime, capture=graphs) if in_memory else None
         self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
         # A turn that may be compressed is not computed in slices.
+        whole_rows = products.whole_rows if runtime.comm.mesh.cp_size == 1 else products.most_rows
         slices = in_memory and self._slices is not None and runtime.compressor is None
         self.traits = ModelTraits(
             last_layer=self._last_layer.attention,
             slices=None if self._slices is None else self._slices.gains,
             length_dependent=length_dependent,
-            few_rows=products.most_rows if in_memory else 1,
+            few_rows=whole_rows if in_memory else 1,
             pairs=in_memory and products.pairs,
             sliced_rows=products.most_rows if slices and self._layers.meet_in_memory() else 0,
         )
@@ -101,7 +102,8 @@ class ForwardHooks:
         """
         if not self._layers.known:
             return math.inf
-        return self.traits.few_rows if self._runtime.comm.mesh.cp_size == 1 else self.traits.sliced_rows
+        one = self._runtime.comm.mesh.cp_size == 1
+        return min(self.traits.few_rows, self.products.most_rows) if one else self.traits.sliced_rows
 
     def remove(self) -> None:
         """Take the hooks off the model."""

@@ -234,7 +234,7 @@ class TokenLayer:
         ):
             return False
         rows, dim = x.shape[-2], calls.weights.head_dim
-        many = step.token_step is not None and rows > self._products.most_rows
+        many = step.token_step is not None and rows > self._products.whole_rows
         if many or x.device.type != "cpu":
             return False
         # All layers of a pass are given the same ones, which are held until its end: nothing else is where they are.

@@ -111,7 +111,7 @@ class ApiLink:
     # What the loop says
 
     def _wait(self, seconds: float) -> None:
-        """How long a message may wait to be read."""
+        """Set how long a message may wait to be read."""
         self._most_s = seconds
         timeout = struct.pack("ll", int(seconds), 0)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeout)
@@ -190,7 +190,7 @@ class ApiLink:
                 raise ValueError(f"no message is called {other!r}")
 
     def _submit(self, header: Header, tail: bytes) -> dict[str, Any]:
-        """Nothing, or why a request is refused."""
+        """Submit a request; return nothing, or why it is refused."""
         number: int = header["n"]
         try:
             self._loop.submit(read_submit(header, tail, self._id(number), partial(self._put, number), self._form))

@@ -74,7 +74,7 @@ class Form:
 
     @classmethod
     def of(cls, grammar: str, tokenizer: LLTokenizer) -> Form:
-        """That of a grammar; a ValueError says what of it cannot be."""
+        """Form of a grammar; a ValueError says what of it cannot be."""
         limits = LLParserLimits(step_lexer_fuel=STEP_FUEL, step_max_items=STEP_ITEMS, max_grammar_size=SYMBOLS)
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():

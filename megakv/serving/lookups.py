@@ -120,6 +120,9 @@ class Proposals:
             rate = expected / (one_s + (number - 1) * (two_s - one_s))
             if rate > least or (probes and -chance >= SURE):
                 least, taken = max(rate, least), number
+        if taken and one_s <= without_s:
+            # None was measured yet: this one is.
+            self._asked = 0
         widths = Counter(chosen[:taken])
         return [guess[: widths[at]] for at, guess in enumerate(guesses)]
 

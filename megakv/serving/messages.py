@@ -84,7 +84,7 @@ def submit_message(number: int, request: Request) -> bytes:
 def read_submit(
     header: Header, tail: bytes, name: str, sink: Callable[[Event], None], form: Callable[[str], Form]
 ) -> Request:
-    """The request, by a name of its own; `form` makes one of a grammar."""
+    """Request of such a message, with a name of its own; `form` makes a form of a grammar."""
     sampling, grammar = dict(header["sampling"]), header["grammar"]
     # Keys of JSON are texts.
     sampling["logit_bias"] = {int(token): bias for token, bias in sampling["logit_bias"].items()}
@@ -127,7 +127,7 @@ def events_message(events: Sequence[tuple[int, Event]], state: State) -> bytes:
 
 
 def read_events(header: Header, tail: bytes) -> Iterator[tuple[int, Event]]:
-    """The events of a message, in an order that is each request's."""
+    """Events of such a message, in an order that is each request's."""
     for number, cached, read, total, ranks in header["before"]:
         yield number, Progress(cached, read, total, tuple(ranks))
     tokens = array("i", tail)
@@ -150,7 +150,7 @@ def stats_message(stats: ServingStats, documents: Sequence[Document]) -> bytes:
 
 
 def read_stats(header: Header, tail: bytes) -> tuple[ServingStats, list[Document]]:
-    """The same, as it was."""
+    """Load and prefixes of such a message."""
     times, first = array("d", tail).tolist(), header["ttft"]
     values = header["stats"] | {"memory_bytes": tuple(header["stats"]["memory_bytes"])}
     documents = [Document(**{**each, "beginning": tuple(each["beginning"])}) for each in header["documents"]]

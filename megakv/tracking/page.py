@@ -42,6 +42,7 @@ TITLES = {
     "served_moments": "Served: queue, tokens and memory over time",
     "ranks": "Balance of tokens, keys and values",
     "communication": "Communication",
+    "products": "Libraries that multiply, by rows",
     "prefill": "Prefill: predicted and measured",
     "offload": "Offloaded keys and values",
     "offload_steps": "Offloaded keys and values, pass by pass",

@@ -38,6 +38,8 @@ any other. Layers of few rows are one call, which spares more than a slower prod
 LEAST_SHARE = 0.9
 """The same for many rows: what lies between a layer's products is then done while it lies in caches. Its sums are also
 more exact than oneDNN's."""
+WHOLE_ROWS = 1024
+"""Rows up to which all layers are one call where it fuses: of more, what the last layer leaves out spares as much."""
 BLOCK = 1 << 21
 """Elements of a weight that are widened at a time: they stay in the last cache."""
 
@@ -75,6 +77,11 @@ class Products:
         bounds = zip((KERNEL_ROWS + 1, some + 1, most + 1), (some, most, None), (*names, rest), rates, strict=True)
         table = tuple(ProductRates(first, last, name, found) for first, last, name, found in bounds)
         return cls(most_rows, _pairs(dtype), many, fuses, table)
+
+    @property
+    def whole_rows(self) -> int:
+        """Rows up to which all layers of a rank that meets no others are one call."""
+        return max(self.most_rows, WHOLE_ROWS) if self.fuses else self.most_rows
 
     @property
     def widens(self) -> bool:

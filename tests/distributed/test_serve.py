@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -169,15 +170,21 @@ def drawn_calls() -> list[dict[str, Any]]:
 
 
 def completion(server: Server, call: dict[str, Any], **fields: Any) -> tuple[Any, ...]:
-    """What is told of an answer, without its name and time; log probabilities but for the rounding of a pass."""
+    """What is told of an answer, without its name and time; log probabilities last."""
     call = {**call, "extra_body": {**call["extra_body"], **fields}}
     answer = server.client().completions.create(model=NAME, **call)
     (choice,) = answer.choices
-    told = None
+    tokens, tops = None, list[float]()
     if choice.logprobs is not None:
         tops = [value for top in choice.logprobs.top_logprobs for value in sorted(top.values())]
-        told = choice.logprobs.tokens, pytest.approx(tops, abs=1e-3)
-    return choice.text, choice.finish_reason, answer.usage.completion_tokens, told
+        tokens = choice.logprobs.tokens
+    return choice.text, choice.finish_reason, answer.usage.completion_tokens, tokens, tops
+
+
+def check_alike(found: Iterable[tuple[Any, ...]], expected: list[tuple[Any, ...]]) -> None:
+    """They are the same answers, but for the rounding of passes."""
+    for (*told, tops), (*said, others) in zip(found, expected, strict=True):
+        assert told == said and tops == pytest.approx(others, abs=1e-3)
 
 
 @pytest.mark.parametrize("mesh", [("--cp", 2), ("--tp", 2)])
@@ -192,9 +199,13 @@ def test_answers_are_the_same_with_prompt_lookup(model: Path, tmp_path: Path, me
 
         expected = [completion(server, call, prompt_lookup=0) for call in calls]
         before = counts()
-        assert [completion(server, call) for call in calls] == expected
+        patience = Patience(END_S)
+        # Where the machine was busy when passes were measured, candidates are tried after some tokens.
+        while counts()[1] == before[1]:
+            assert not patience.over
+            check_alike([completion(server, call) for call in calls], expected)
         proposed, accepted = counts()
-        assert proposed > before[0] and accepted > before[1] and accepted <= proposed
+        assert before[0] == 0 < accepted <= proposed
         parts: list[Any] = []
         leaving = server.client().completions.create(
             model=NAME, prompt="ab ab ab", max_tokens=LONG, temperature=0, stream=True, extra_body={"ignore_eos": True}
@@ -204,7 +215,7 @@ def test_answers_are_the_same_with_prompt_lookup(model: Path, tmp_path: Path, me
             for _, chunk in zip(range(20), leaving, strict=False):
                 parts.append(chunk)
             leaving.close()
-            assert list(together) == expected
+            check_alike(together, expected)
         metrics = server.get("/metrics").text
         assert f"megakv_proposed_tokens_total {float(counts()[0])}" in metrics
         with pytest.raises(openai.BadRequestError, match="prompt_lookup"):

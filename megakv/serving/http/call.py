@@ -85,7 +85,7 @@ class ServedModel:
             raise ApiError(400, f"{field}: {error}", code="invalid_schema", param=field) from error
 
     def form_of(self, grammar: str) -> Form:
-        """That of a grammar which this process has not made."""
+        """Form of a grammar that another process has made."""
         return Form.of(grammar, self._form_tokenizer)
 
     @cached_property

@@ -8,7 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from openai.types import Completion, CompletionChoice
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
@@ -33,9 +33,16 @@ from megakv.serving.http.schemas import CompletionBody
 from megakv.serving.http.stream import BEAT, DONE, data, error_event
 from megakv.serving.request import Progress, Token
 
+M = TypeVar("M", bound=BaseModel)
 LEAST = -9999.0
 """For what cannot be: JSON has no infinity."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def made(kind: type[M], **values: Any) -> M:
+    """Object of values that are right. OpenAI's own way looks at each of them, which took a third of a token's time."""
+    found: M = BaseModel.model_construct.__func__(kind, **values)  # type: ignore[attr-defined]
+    return found
 
 
 def chat_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token]) -> list[ChatCompletionTokenLogprob]:
@@ -171,12 +178,10 @@ class CompletionAnswer(_Writer):
         self._letters[piece.index] += len(piece.text)
         # Of a part there is no reason yet, which the type does not know.
         end: Any = piece.finish
-        return [
-            CompletionChoice.model_construct(index=piece.index, text=piece.text, finish_reason=end, logprobs=logprobs)
-        ]
+        return [made(CompletionChoice, index=piece.index, text=piece.text, finish_reason=end, logprobs=logprobs)]
 
     def _object(self, choices: Sequence[Any], **more: Any) -> BaseModel:
-        return Completion.model_construct(object="text_completion", choices=list(choices), **self._head, **more)
+        return made(Completion, object="text_completion", choices=list(choices), **self._head, **more)
 
 
 class ChatAnswer(_Writer):

@@ -107,7 +107,7 @@ class Ranks(asyncio.Protocol):
             self._take(header, tail)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Whoever waits hears of it."""
+        """End all that waits."""
         self._transport, self.state = None, "ended"
         for begin in (self.settings, self.model):
             if not begin.done():

@@ -96,6 +96,21 @@ def test_prompts_of_some_hundred_tokens_are_one_call_where_products_are_as_fast(
         assert torch.equal(session.generate(ids[:, 40:], max_new_tokens=9, do_sample=False), expected[1])
 
 
+@pytest.mark.parametrize("products", [Products(fuses=True)], indirect=True)
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_prompts_of_more_tokens_are_one_call_where_layers_are_fused(calls: list[int], name: str) -> None:
+    """Their feed-forward in blocks of rows; still more go through layers one by one."""
+    model = model_of(name)
+    layers = len(model.model.layers)
+    for length in (700, 1030):
+        ids = torch.randint(3, 100, (1, length))
+        expected = tokens(model, ids)
+        calls.clear()
+        with megakv.init_inference(model, {"dtype": "fp32"}) as engine:
+            assert tokens(engine, ids) == expected
+        assert calls == [layers] * (12 if length == 700 else 11) * layers
+
+
 @pytest.mark.parametrize("products", [Products(256), Products(256, pairs=True)], indirect=True, ids=["wide", "pairs"])
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_in_bf16_prompts_are_as_exact_as_transformers(calls: list[int], products: Products, name: str) -> None:

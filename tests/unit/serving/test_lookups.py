@@ -105,6 +105,11 @@ def test_no_more_than_there_is_use_for() -> None:
     for sequences in (1, 2):
         measured.add(PassSize(sequences=sequences), 0.01)
     assert len(Proposals(measured).of([copying()], PassSize(sequences=1))[0]) == measured.trusted_candidates == 4
+    proposals = Proposals(measured)
+    assert proposals.of([copying()], PassSize(sequences=1))[0]
+    measured.add(PassSize(sequences=1, candidates=4), 0.5)
+    # The next pass knows what that one took.
+    assert proposals.of([copying()], PassSize(sequences=1)) == [[]]
     measured.add(PassSize(sequences=1, candidates=20), 0.01)
     stream = copying()
     assert len(Proposals(measured).of([stream], PassSize(sequences=1))[0]) == 16
