@@ -148,6 +148,12 @@ class Sampler:
         return draw(probabilities_1V, [self])[0]
 
 
+def _blocks(x_NV: Tensor) -> Tensor:
+    """``[N, n, BLOCK]`` of rows, zeros behind the last number: their sums do not depend on how many rows there are."""
+    missing = -x_NV.shape[1] % BLOCK
+    return (F.pad(x_NV, (0, missing)) if missing else x_NV).unflatten(1, (-1, BLOCK))
+
+
 class _RunningSums:
     """Rows of probabilities by their running sums: a token is drawn where it exceeds a random number.
 
@@ -155,9 +161,7 @@ class _RunningSums:
     """
 
     def __init__(self, probabilities_NV: Tensor):
-        missing = -probabilities_NV.shape[1] % BLOCK
-        padded_NV = F.pad(probabilities_NV, (0, missing)) if missing else probabilities_NV
-        self._blocks = padded_NV.unflatten(1, (-1, BLOCK))
+        self._blocks = _blocks(probabilities_NV)
         self._sums = self._blocks.sum(-1, dtype=torch.float64)
         self._ends = self._sums.cumsum(1)
 
@@ -220,21 +224,20 @@ def _among_likeliest(
     some = [at for at, own in enumerate(settings) if own.top_p < 1 or own.min_p > 0]
     if not some:
         return kept
-    every, at = probabilities_NV.numpy(), [rows[each] for each in some]
-    chosen = np.array([tokens[each] for each in some])
-    values_nV = every if at == list(range(len(every))) else every[at]
-    own_n = values_nV[np.arange(len(some)), chosen]
-    flat = np.flatnonzero(values_nV >= own_n[:, None])
-    row, column = np.divmod(flat, values_nV.shape[1])
-    values = values_nV[row, column]
-    likelier = values > own_n[row]
-    mass = np.bincount(row[likelier], values[likelier], len(some))
-    # Of those as likely, the first ones come first.
-    before = np.bincount(row[~likelier & (column < chosen[row])], minlength=len(some))
+    at, chosen = torch.tensor([rows[each] for each in some]), torch.tensor([tokens[each] for each in some])
+    values_nV = probabilities_NV if at.tolist() == list(range(len(probabilities_NV))) else probabilities_NV[at]
+    own_n1 = values_nV.gather(1, chosen[:, None])
+    likelier = _blocks(torch.where(values_nV > own_n1, values_nV, 0)).sum(-1, dtype=torch.float64).sum(-1)
+    own, mass, most = own_n1[:, 0].numpy(), likelier.tolist(), values_nV.amax(1).numpy()
     for index, each in enumerate(some):
         top_p, min_p = settings[each].top_p, np.float32(settings[each].min_p)
-        kept[each] = top_p == 1 or bool(mass[index] + float(own_n[index]) * before[index] < top_p)
-        kept[each] &= min_p == 0 or bool(own_n[index] >= min_p * values_nV[index].max())
+        if top_p < 1 and mass[index] < top_p:
+            # Of those as likely, the first ones come first.
+            before = np.count_nonzero(values_nV[index, : tokens[each]].numpy() == own[index])
+            kept[each] = mass[index] + float(own[index]) * before < top_p
+        else:
+            kept[each] = top_p == 1
+        kept[each] &= min_p == 0 or bool(own[index] >= min_p * most[index])
     return kept
 
 
