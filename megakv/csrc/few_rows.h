@@ -27,8 +27,8 @@ constexpr int64_t TILE_OUTPUTS = 2 * LANES;
 constexpr int64_t PIECE = 128;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
-// Rows, about, that meet all columns of a tile before others do, and cells of each that are made at a time: with them, what a
-// thread reads again and again stays in the second cache.
+// Rows, about, that meet all columns of a tile before others do, and cells of each that are made at a time: with them,
+// what a thread reads again and again stays in the second cache.
 constexpr int64_t ROWS_BLOCK = 96;
 constexpr int64_t BLOCK_CELLS = 8 * PIECE;
 // Tiles that a block of rows meets while it lies there.
@@ -108,7 +108,8 @@ void divide_both(int64_t blocks, int64_t rows, bool many, int64_t work, int thre
   int64_t parts = 1, least = 0;
   for (int64_t tried = 1; many && tried <= threads && work >= LEAST_WORK; ++tried) {
     const int64_t across = std::min<int64_t>(std::max<int64_t>(threads / tried, 1), blocks);
-    const int64_t cost = ((rows + tried - 1) / tried + PACKING_ROWS) * ((blocks + across - 1) / std::max<int64_t>(across, 1));
+    const int64_t tiles = (blocks + across - 1) / std::max<int64_t>(across, 1);
+    const int64_t cost = ((rows + tried - 1) / tried + PACKING_ROWS) * tiles;
     if (!least || cost < least) parts = tried, least = cost;
   }
   const int64_t across = std::min<int64_t>(std::max<int64_t>(threads / parts, 1), std::max<int64_t>(blocks, 1));

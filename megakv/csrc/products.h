@@ -36,7 +36,8 @@ inline void product(const Cell* a, int a_row, int a_next, const Cell* b, int b_s
 #pragma GCC unroll 16
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int c = 0; c < C; ++c) sum[r][c] = fresh || BEFORE == Before::ADDED ? Floats{} : load(to + r * to_step + c * LANES);
+    for (int c = 0; c < C; ++c)
+      sum[r][c] = fresh || BEFORE == Before::ADDED ? Floats{} : load(to + r * to_step + c * LANES);
   if (BEFORE == Before::SCALED)
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
