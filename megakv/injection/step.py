@@ -84,12 +84,11 @@ class TokenLayers:
                 self._look()
             self._stale = True
             return self.known
-        if step.generation is not None:
-            same = step.generation is self._generation()
-        else:
-            # As a step of decoding, whatever else is beside it.
-            goes_on = step.token_step.decodes and step.cache.pasts(step.batch).all()
-            same = step.cache.outlives and bool(goes_on)
+        same = step.generation is not None and step.generation is self._generation()
+        if step.generation is None or step.proposed:
+            # As a step of decoding, whatever else is beside it. Of a server, each pass with candidates has its own.
+            goes_on = (step.token_step.decodes or step.proposed) and step.cache.pasts(step.batch).all()
+            same = same or (step.cache.outlives and bool(goes_on))
         if self._stale or not same or self._state() != self._found:
             self._look()
         # Not held: with it goes its cache.
