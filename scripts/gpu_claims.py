@@ -141,7 +141,12 @@ def run(part: Part, folder: Path, seconds: float, *, rehearse: bool) -> dict[str
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
-        ended = _wait(process, seconds)
+        try:
+            ended = _wait(process, seconds)
+        finally:
+            # Whoever ends this ends what it started, which would hold the GPU.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return {
         "part": part.name, "says": part.says, "limit_s": seconds, "seconds": time.monotonic() - began, "ended": ended,
         "command": command[1:], "result": _tested(out) if part.tests else _read(out),
@@ -225,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if unknown := sorted({*wanted} - {*known}):
         parser.error(f"--only {','.join(unknown)}: allowed: {', '.join(known)}")
     began = time.monotonic() - (0.0 if arguments.began is None else max(0.0, time.time() - arguments.began))
+    # As an interruption: what runs then is ended, too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "log.txt").unlink(missing_ok=True)
     document: dict[str, Any] = {

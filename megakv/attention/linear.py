@@ -48,6 +48,8 @@ class LinearKernel:
             return False
         outputs, columns = weight.shape
         fits = x.shape[-1] == columns and x.dtype == weight.dtype and x.dtype in TYPES and weight.stride(1) == 1
+        # One row for all, as `expand` gives, is none that it goes through.
+        fits = fits and (outputs < 2 or weight.stride(0) >= columns)
         if bias is not None:
             fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
         return fits and x.numel() > 0 and (most_rows is None or x.numel() <= most_rows * columns)

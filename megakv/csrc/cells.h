@@ -93,6 +93,12 @@ inline void store_weights(Pair* to, int, Floats first, Floats second) {
 }
 #endif
 
+#ifdef __AVX512BF16__
+constexpr bool HAS_PAIRS = true;
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
 // Calls with a cell that numbers of a type are multiplied in: by pairs, where that is asked for and possible.
 template <class T, class Call> inline void with_cell([[maybe_unused]] bool pairs, Call call) {
 #ifdef __AVX512BF16__

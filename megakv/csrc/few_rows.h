@@ -134,7 +134,7 @@ struct Inputs {
   // Of rows that are written later, or lie somewhere as they are multiplied, so many elements apart.
   Inputs(int64_t rows, int64_t columns, bool pairs, const float* lent = nullptr, int64_t lent_step = 0)
       : rows(rows), columns(columns), step(lent ? lent_step : (columns + 2 * LANES - 1) / (2 * LANES) * 2 * LANES),
-        pairs(pairs && rows > FEW && !lent),
+        pairs(HAS_PAIRS && pairs && rows > FEW && !lent),
         wide(lent ? 0 : rows * step), narrow(this->pairs ? rows * step / 2 : 0), from(lent ? lent : wide.data()) {
     for (int64_t row = 0; row < rows && !lent; ++row) {
       std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);

@@ -48,11 +48,12 @@ def fastest_layers(
     allowed = all(limits.allow(layer.replicas) for layer in plain)
     if allowed and times.step_seconds(plain, budgets) < LEAST_GAIN * times.step_seconds(mappings, budgets):
         mappings = plain
+    gained = arrange([mapping for mapping, _ in found], budgets, size, most)
     if mappings != plain:
-        mappings = arrange(mappings, budgets, size, most)
+        mappings = gained
     if cap is None or max(memory_of(mappings, budgets, size)) <= cap:
         return mappings, bound
-    others = [relieved(mappings, budgets, size, most)]
+    others = [relieved(mappings, budgets, size, most), gained]
     if allowed:
         others.append(plain)
     fitting = [each for each in others if max(memory_of(each, budgets, size)) <= most]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.injection.step import StepKernel, TokenLayers
 from megakv.injection.step_graphs import step_graphs
-from megakv.weights.products import Products
+from megakv.weights.products import Products, multiplies_pairs
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -67,6 +68,9 @@ class ForwardHooks:
         products = Products()
         if runtime.comm.mesh.device.type == "cpu":
             products = Agreement(runtime.comm).decide(lambda: Products.measured(model.dtype))
+            # A processor without them would compute other numbers from the same call.
+            everywhere = runtime.comm.gather_objects(multiplies_pairs(model.dtype))
+            products = replace(products, pairs=products.pairs and all(everywhere))
         self.products = products
         self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
@@ -81,7 +85,7 @@ class ForwardHooks:
         captured = step_graphs(model, runtime, capture=graphs) if in_memory else None
         self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
         # A turn that may be compressed is not computed in slices.
-        whole_rows = products.whole_rows if runtime.comm.mesh.cp_size == 1 else products.most_rows
+        whole_rows = products.whole_rows if self._layers.at_once() else products.most_rows
         slices = in_memory and self._slices is not None and runtime.compressor is None
         self.traits = ModelTraits(
             last_layer=self._last_layer.attention,
@@ -229,7 +233,8 @@ class ForwardHooks:
         index = step.last.rows
         inputs.pop("logits_to_keep", None)
         if self._keeps_logits:
-            inputs["logits_to_keep"] = 0 if index is None else index
+            # Not 0: of a number, some models leave out rows before the last layer.
+            inputs["logits_to_keep"] = slice(None) if index is None else index
 
     # After
 

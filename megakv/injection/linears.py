@@ -102,13 +102,14 @@ def cut_product(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) 
 class Slice:
     """Some rows, or columns, of a linear's weight: views, made anew only where it has been given another weight."""
 
-    __slots__ = ("_bias", "_columns", "_linear", "_products", "_rows", "_view", "_weight")
+    __slots__ = ("_bias", "_columns", "_linear", "_place", "_products", "_rows", "_view", "_weight")
 
     def __init__(
         self, linear: nn.Linear, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
     ):
         self._linear, self._rows, self._columns = linear, slice(*(rows or (None,))), slice(*(columns or (None,)))
         self._weight: Tensor | None = None
+        self._place: tuple[int, int | None] | None = None
         forward = vars(linear).get("forward")
         self._products = forward.products if isinstance(forward, FewRowsForward) else PLAIN
 
@@ -118,10 +119,12 @@ class Slice:
 
     def views(self) -> tuple[Tensor, Tensor | None]:
         """Its part of the weight, and the bias of its rows, where they are whole."""
-        weight = self._linear.weight
-        if weight is not self._weight:
-            bias, whole = self._linear.bias, self._columns == slice(None)
-            self._weight, self._view = weight, weight[self._rows, self._columns]
+        weight, bias = self._linear.weight, self._linear.bias
+        # What is assigned to `data` leaves a parameter what it was.
+        place = weight.data_ptr(), None if bias is None else bias.data_ptr()
+        if weight is not self._weight or place != self._place:
+            whole = self._columns == slice(None)
+            self._weight, self._place, self._view = weight, place, weight[self._rows, self._columns]
             self._bias = bias[self._rows] if bias is not None and whole else None
         return self._view, self._bias
 

@@ -105,6 +105,12 @@ class TokenLayers:
             self.layers[0].following = self.layers
         self._found, self.known = self._state(), any(own.known for own in self.layers)
 
+    def at_once(self) -> bool:
+        """Whether this rank computes all layers in such calls, and meets no others."""
+        if found := self._comm.mesh.cp_size == self._comm.mesh.tp_size == 1 and bool(self.layers):
+            self._look()
+        return found and all(own.known for own in self.layers)
+
     def meet_in_memory(self) -> bool:
         """Whether context-parallel ranks compute all layers in such calls, in which they find each other's messages in
         memory that they share. Collective.

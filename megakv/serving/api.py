@@ -14,12 +14,13 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from megakv.base.errors import MegaKVError
 from megakv.serving.form import Form
 from megakv.serving.http.settings import HttpSettings
+from megakv.serving.inbox import TooLongError
 from megakv.serving.loop import RefusedError, ServingLoop
 from megakv.serving.messages import (
     MOST_FROM_HTTP,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FORMS = 8
+"""Grammars whose forms are held: making one takes up to seconds."""
 READ_BYTES = 1 << 18
 SEND_S = 30.0
 """How long the process may leave what passes come to unread."""
@@ -196,6 +199,8 @@ class ApiLink:
             self._loop.submit(read_submit(header, tail, self._id(number), partial(self._put, number), self._form))
         except RefusedError as error:
             return {"refused": "now", "why": str(error)}
+        except TooLongError as error:
+            return {"refused": "length", "why": str(error)}
         except ValueError as error:
             return {"refused": "ever", "why": str(error)}
         return {}
@@ -227,7 +232,7 @@ class ApiProcess:
     def serve(self, loop: ServingLoop, served: ServedModel) -> None:
         """Have it take requests for a loop; return when it does."""
         model = message({"op": "model"}, pickle.dumps(served))
-        self._link = ApiLink(loop, self._socket, served.form_of, self._fate)
+        self._link = ApiLink(loop, self._socket, lru_cache(FORMS)(served.form_of), self._fate)
         self._link.start()
         self._link.send(model)
         self._link.decided.wait(START_S)

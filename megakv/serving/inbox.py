@@ -10,7 +10,7 @@ from dataclasses import replace
 from megakv.base.errors import MegaKVError
 from megakv.engine.engine import MegaKVEngine
 from megakv.serving.request import Event, Finished, Request
-from megakv.serving.sampler import check_sampling
+from megakv.serving.sampler import Sampler, check_sampling
 from megakv.serving.stats import State
 
 logger = logging.getLogger(__name__)
@@ -18,6 +18,10 @@ logger = logging.getLogger(__name__)
 
 class RefusedError(MegaKVError):
     """No request is taken at the moment: too many wait, or the server is draining or has ended."""
+
+
+class TooLongError(ValueError):
+    """A prompt and its answer are longer than what the model, or the server, has room for."""
 
 
 class Inbox:
@@ -126,7 +130,12 @@ def check_request(request: Request, engine: MegaKVEngine, vocabulary: int, capac
             "megakv.fairkv.budget, by --config"
         )
     check_sampling(request.sampling, vocabulary)
-    engine.check_length(len(request.prompt), request.max_new_tokens)
+    # What it refuses is refused here, and not where answers of others are computed.
+    Sampler(request.sampling, request.logprobs, request.form)
+    try:
+        engine.check_length(len(request.prompt), request.max_new_tokens)
+    except ValueError as error:
+        raise TooLongError(str(error)) from None
     total = len(request.prompt) + request.max_new_tokens
     if capacity and total > capacity:
-        raise ValueError(f"prompt and output need {total} tokens but kv_tokens = {capacity}; ask for less")
+        raise TooLongError(f"prompt and output need {total} tokens but kv_tokens = {capacity}; ask for less")

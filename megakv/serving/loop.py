@@ -61,6 +61,9 @@ class ServingLoop:
                 f"store = {str(settings.store)!r}: prefixes of heads that megakv.fairkv.mapping copies are not kept; "
                 "leave out one of them"
             )
+        if settings.prompt_lookup and engine.kv_bits is not None:
+            # Candidates would see the rows before them as they were, and not rounded.
+            settings = replace(settings, prompt_lookup=0)
         self._engine, self._settings = engine, settings
         self._comm = engine.agreement.comm
         self._vocabulary = int(engine.module.config.get_text_config().vocab_size)
@@ -288,7 +291,11 @@ class ServingLoop:
     def _take(self, leader: Leader) -> None:
         requests, cancelled = self._inbox.take()
         for request, submitted in requests:
-            leader.add(request, submitted)
+            try:
+                leader.add(request, submitted)
+            except (ValueError, TypeError, RuntimeError) as error:
+                # It ends by itself, and leaves those of others alone.
+                request.sink(Finished("error", str(error)))
         for request_id in cancelled:
             leader.cancel(request_id)
 

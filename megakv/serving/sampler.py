@@ -74,7 +74,7 @@ class Sampler:
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long)
         self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         penalty = sampling.repetition_penalty
-        self._repetition = None if penalty == 1 else RepetitionPenaltyLogitsProcessor(penalty)
+        self._repetition = None if penalty == 1 else RepetitionPenaltyLogitsProcessor(float(penalty))
         self._warpers = LogitsProcessorList()
         if not self._likeliest and sampling.temperature != 1:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -40,6 +40,8 @@ LEAST_SHARE = 0.9
 more exact than oneDNN's."""
 WHOLE_ROWS = 1024
 """Rows up to which all layers are one call where it fuses: of more, what the last layer leaves out spares as much."""
+MOST_ROWS = 2048
+"""Rows of 16-bit numbers that are widened at a time."""
 BLOCK = 1 << 21
 """Elements of a weight that are widened at a time: they stay in the last cache."""
 
@@ -76,7 +78,7 @@ class Products:
         names = [OWN if rows <= most_rows else rest for rows in (some, most)]
         bounds = zip((KERNEL_ROWS + 1, some + 1, most + 1), (some, most, None), (*names, rest), rates, strict=True)
         table = tuple(ProductRates(first, last, name, found) for first, last, name, found in bounds)
-        return cls(most_rows, _pairs(dtype), many, fuses, table)
+        return cls(most_rows, multiplies_pairs(dtype), many, fuses, table)
 
     @property
     def whole_rows(self) -> int:
@@ -107,7 +109,13 @@ def rows_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, products
 
 def many_product(x: Tensor, weight: Tensor, bias: Tensor | None = None, products: Products = PLAIN) -> Tensor:
     """The same for more rows than those of the kernel for few."""
-    if products.many == WIDENED and not few_rows(x):
+    if (rows := x.numel() // x.shape[-1]) > MOST_ROWS and products.many in (OWN, WIDENED) and x.element_size() == 2:
+        # Inputs are widened, too.
+        out = x.new_empty((rows, len(weight)))
+        for some, into in zip(x.flatten(0, -2).split(MOST_ROWS), out.split(MOST_ROWS), strict=True):
+            into.copy_(many_product(some, weight, bias, products))
+        return out.unflatten(0, x.shape[:-1])
+    if products.many == WIDENED and x.element_size() == 2 and not few_rows(x):
         return widened_product(x, weight, bias)
     if products.many == OWN:
         kernel, _ = load_linear()
@@ -175,7 +183,7 @@ def libraries(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     if dtype not in TYPES:
         return found
     if (kernel := load_linear()[0]) is not None:
-        found[OWN] = functools.partial(kernel, pairs=_pairs(dtype))
+        found[OWN] = functools.partial(kernel, pairs=multiplies_pairs(dtype))
     if dtype != torch.float32:
         # PyTorch's product of 16-bit numbers is oneDNN's already.
         found[WIDENED] = widened_product
@@ -190,7 +198,7 @@ def libraries(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
     return found
 
 
-def _pairs(dtype: torch.dtype) -> bool:
+def multiplies_pairs(dtype: torch.dtype) -> bool:
     """Whether numbers of a type are multiplied by pairs, which the processor is faster with."""
     attention, _ = load_prefill()
     return attention is not None and attention.rounds(dtype)

@@ -56,8 +56,9 @@ class Ranks(asyncio.Protocol):
         """Have a request taken; returns its number. An ApiError if it is refused."""
         self.check_serves()
         number, answer = next(self._numbers), asyncio.get_running_loop().create_future()
+        sent = submit_message(number, request)
         self.records[number], self._asked[number] = Record(request), answer
-        self._send(submit_message(number, request))
+        self._send(sent)
         try:
             found: Header = await answer
         except asyncio.CancelledError:
@@ -68,7 +69,8 @@ class Ranks(asyncio.Protocol):
         self.check_serves()
         if found["refused"] == "now":
             raise ApiError(429, found["why"], code="queue_full", headers={"retry-after": "1"})
-        raise ApiError(400, found["why"], code="context_length_exceeded")
+        code = "context_length_exceeded" if found["refused"] == "length" else "invalid_value"
+        raise ApiError(400, found["why"], code=code)
 
     def cancel(self, number: int) -> None:
         """End a request, if it has not ended."""

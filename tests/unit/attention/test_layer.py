@@ -1,6 +1,7 @@
 """What a decoder layer does around attention, in compiled calls, against float64 and PyTorch's own steps."""
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -54,6 +55,18 @@ def test_it_is_at_least_as_exact_as_pytorch_s(kernel, dtype, threads):
                 (middle + part).double(), out.double(), rtol=0.1, atol=0.1 * float(out.abs().max())
             )
     assert torch.cat(own).mean().sqrt() <= 1.05 * torch.cat(torchs).mean().sqrt()
+
+
+def test_pairs_where_there_may_be_none(kernel):
+    """Of few rows and many: compiled without them, the same is computed without."""
+    for rows in (4, 17, 40, 200):
+        weights = replace(drawn_layer(torch.bfloat16), pairs=True)
+        sizes = len(weights.input_norm.weight), weights.heads * weights.head_dim
+        x, attended = (torch.randn(rows, size).bfloat16() for size in sizes)
+        angles = torch.ones(rows, weights.head_dim).bfloat16(), torch.zeros(rows, weights.head_dim).bfloat16()
+        _, found = LayerCalls(kernel, weights).feed_forward(x, attended, projected=False, whole=True)
+        right = reference(weights, *(each.double() for each in (x, *angles, attended)))[-1]
+        torch.testing.assert_close(found.double(), right, rtol=0.1, atol=0.03 * float(right.abs().max()))
 
 
 def test_ranks_with_a_part_each(kernel):

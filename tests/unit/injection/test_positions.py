@@ -27,7 +27,7 @@ class _Recorder:
 
     def __init__(self) -> None:
         # What computes there is PyTorch alone.
-        mesh = SimpleNamespace(cp_size=1, cp_rank=0, device=torch.device("meta"))
+        mesh = SimpleNamespace(cp_size=1, cp_rank=0, tp_size=1, device=torch.device("meta"))
         self.comm = SimpleNamespace(mesh=mesh, channels={})
         self.planner = SimpleNamespace(may_slice=False)
         self.generation = None

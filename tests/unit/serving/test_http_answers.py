@@ -114,6 +114,15 @@ def test_a_bias_decides(served: Served) -> None:
     assert answer.choices[0].message.content == " ".join([served.model.tokenizer.decode([token])] * 3)
 
 
+def test_whole_numbers_of_a_generation_config(served: Served) -> None:
+    """What a client writes without a decimal point is a number like any other; what is refused says what it is."""
+    body = {"generation_config": json.dumps({"repetition_penalty": 2})}
+    assert ask(served, prose(5), max_tokens=3, extra_body=body).usage.completion_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="top_p") as refused:
+        ask(served, prose(5), max_tokens=3, extra_body={"generation_config": json.dumps({"top_p": 0})})
+    assert refused.value.code == "invalid_value"
+
+
 def test_responses_go_on_from_earlier_ones(served: Served) -> None:
     client, text = served.client(), prose(30)
     options: dict[str, Any] = {"model": NAME, "temperature": 0, "max_output_tokens": 6}

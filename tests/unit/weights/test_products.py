@@ -84,3 +84,21 @@ def test_other_processors(level: str) -> None:
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": level, "ATEN_CPU_CAPABILITY": "avx2"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_long_inputs_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """16-bit rows are widened some at a time, whichever library does it."""
+    monkeypatch.setattr(products, "MOST_ROWS", 100)
+    x, weight, bias = torch.randn(2, 157, 40).bfloat16(), torch.randn(33, 40).bfloat16(), torch.randn(33).bfloat16()
+    expected = nn.functional.linear(x.double(), weight.double(), bias.double())
+    for many in (products.OWN, products.WIDENED, products.TORCH):
+        with torch.no_grad():
+            found = products.many_product(x, weight, bias, Products(many=many))
+        assert found.shape == expected.shape and found.dtype == x.dtype
+        torch.testing.assert_close(found.double(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_one_row_for_all_outputs_is_pytorchs() -> None:
+    x, weight = torch.randn(3, 8), torch.randn(1, 8).expand(6, 8)
+    with torch.no_grad():
+        assert torch.allclose(products.rows_product(x, weight), nn.functional.linear(x, weight), atol=1e-5)
