@@ -152,7 +152,7 @@ class SegmentedRows:
 
     @property
     def _usual_growth(self) -> int:
-        return max(self._least_growth, min(self.length, 2 * self._least_growth), self.length // GROWTH_DIVISOR)
+        return max(self._least_growth, self.length // GROWTH_DIVISOR)
 
     def append_shared(self, runs: Sequence[Pair]) -> None:
         """Hold rows that others hold, too, and nobody writes any more; a ValueError if they are of another kind."""

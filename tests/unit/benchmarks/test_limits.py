@@ -65,7 +65,7 @@ def test_a_run_without_a_gpu_measures_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--parts", "nothing"], "--parts nothing: allowed: each of host, ring once"),
+        (["--parts", "nothing"], "--parts nothing: allowed: each of attention, products, rates, host, ring once"),
         (["--contexts", "0"], "--contexts 0: allowed: whole numbers from 1 on"),
         (["--kv-heads", "5"], "--kv-heads 5 is no divisor of 32 query heads"),
         (["--contexts", "16", "--ranks", "16"], "--contexts 16 has fewer tokens than 2 x --ranks 16"),

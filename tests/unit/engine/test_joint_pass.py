@@ -202,8 +202,8 @@ def test_streams_between_parts_of_a_prompt_do_not_look_at_layers_again(
 ) -> None:
     """Once behind each part by itself: looking takes as long as a token."""
     looks, look = list[int](), TokenLayers._look
-    monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
     engine, _ = engine_of(llama())
+    monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
     with engine:
         streams = [engine.new_cache(forgets=False) for _ in range(3)]
         for stream in streams:
@@ -221,8 +221,8 @@ def test_parts_of_a_prompt_beside_streams_do_not_look_at_layers_again(
 ) -> None:
     """By themselves they do: a weight that was replaced since counts."""
     looks, look = list[int](), TokenLayers._look
-    monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
     engine, model = engine_of(llama())
+    monkeypatch.setattr(TokenLayers, "_look", lambda self: [looks.append(1), look(self)])
     ids = torch.randint(3, 100, (1, 20))
     past = model(ids[:, :11]).past_key_values
     with engine:

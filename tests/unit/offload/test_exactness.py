@@ -153,7 +153,9 @@ def test_layers_are_compiled_calls_around_attention(
     layers = model.config.num_hidden_layers
     if not weights:
         # A prompt goes through layers group by group, and a step at once; one layer is probed first.
-        assert taken == {"PromptLayer": 1 + groups * layers, "LayerCalls": 1 + (NEW - 1) * layers}
+        assert taken["PromptLayer"] == 1 + groups * layers
+        # Where a processor has the compiled products for many rows, too, prompts are such calls.
+        assert taken["LayerCalls"] - 1 - (NEW - 1) * layers in (0, taken["PromptLayer"])
     else:
         assert not taken
     assert errors and max(errors) < TOLERANCE
