@@ -36,7 +36,7 @@ namespace {
 
 constexpr int64_t LINE = 64;
 // Looks at memory between two at the clock.
-constexpr int LOOKS = 256;
+constexpr int LOOKS = 64;
 // How long others are waited for before somebody sees whether they are still there.
 constexpr double SLICE_S = 0.05;
 
@@ -114,7 +114,12 @@ inline void through_memory(Channel& channel, const char* send, int64_t bytes, ch
   for (int64_t rank = 0; rank < channel.ranks; ++rank) {
     for (int looks = 1; line(rank)->posted.load(std::memory_order_acquire) <= number; ++looks) {
       PAUSE();
-      if (looks % LOOKS || !wait.long_enough()) continue;
+      if (looks % LOOKS) continue;
+      if (!wait.long_enough()) {
+        // Whoever is waited for may be waiting for this core: another process has its own.
+        sched_yield();
+        continue;
+      }
       const timespec moment{0, 50000};
       nanosleep(&moment, nullptr);
       looks = 0;
