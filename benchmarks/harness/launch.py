@@ -139,8 +139,7 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
     start = ["--num_accelerators", str(ranks), "--master_port", str(free_port()), "--no_local_rank"]
     script = [str(Path(sys.argv[0]).resolve()), *sys.argv[1:], *options]
     command = [sys.executable, "-m", "deepspeed.launcher.runner", "--quiet", *start, *script]
-    # An end by SIGTERM must run the clean-up below.
-    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
+    clean_up_when_terminated()
     streams: Any = {"stdin": subprocess.DEVNULL, "env": rank_environment(arguments)}
     process = subprocess.Popen(command, start_new_session=True, **streams)
     try:
@@ -154,6 +153,11 @@ def start_ranks(arguments: argparse.Namespace, options: Sequence[str], *, ranks:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def clean_up_when_terminated() -> None:
+    """Let an end by SIGTERM run what ends the processes that this one has started."""
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
 
 
 def rank_environment(arguments: argparse.Namespace) -> dict[str, str]:

@@ -23,7 +23,7 @@ import psutil
 
 from megakv.base.errors import MegaKVError
 
-from ..launch import free_port, rank_environment
+from ..launch import clean_up_when_terminated, free_port, rank_environment
 from ..rivals import RIVALS, environment
 
 NAME = "model"
@@ -39,6 +39,7 @@ class Server:
         self._folder = tempfile.TemporaryDirectory(prefix="megakv-benchmark-")
         self._log = Path(self._folder.name) / "log"
         streams: Any = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
+        clean_up_when_terminated()
         with open(self._log, "wb") as log:
             self._process = subprocess.Popen(
                 command, stdout=log, env=dict(environ), cwd=self._folder.name, start_new_session=True, **streams
