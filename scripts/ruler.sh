@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the questions that benchmarks/accuracy.py asks, .cache/ruler/items.json: RULER's tasks as lm-eval generates them,
+# Writes the questions that benchmarks/quality.py asks, .cache/ruler/items.json: RULER's tasks as lm-eval generates them,
 # those that need no download. The first time, it makes .rivals/lm_eval, an environment with lm-eval, which only this
 # script uses, and the SmolLM2 of recipes/smollm2, by whose tokenizer prompts are made as long as asked.
 # PYTHON=/path/to/python chooses another Python than python3.

@@ -1,4 +1,4 @@
-"""benchmarks/accuracy.py: a run of a tiny model, its scores, and what is kept of a prompt that others have read."""
+"""benchmarks/quality.py: a run of a tiny model, its scores, and what is kept of a prompt that others have read."""
 
 import json
 import random
@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.harness.accuracy.answers import Batch, load_model, ways_of
-from benchmarks.harness.accuracy.ruler import (
+from benchmarks.harness.methods import Peers
+from benchmarks.harness.quality.answers import Batch, load_model, ways_of
+from benchmarks.harness.quality.ruler import (
     ALL,
     EXACT,
     METHODS,
@@ -21,7 +22,6 @@ from benchmarks.harness.accuracy.ruler import (
     rows_of,
     share,
 )
-from benchmarks.harness.methods import Peers
 from benchmarks.harness.world import World
 from megakv.fairkv import methods
 from tests.unit.benchmarks.running import fork_benchmark
@@ -71,7 +71,7 @@ def test_rows_and_summary() -> None:
 
 def test_shared_reading_is_like_reading_whole(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
     """A method answers from a prompt that others have read as from one that it reads itself."""
-    monkeypatch.setattr("benchmarks.harness.accuracy.answers.PIECE_TOKENS", 150)
+    monkeypatch.setattr("benchmarks.harness.quality.answers.PIECE_TOKENS", 150)
     model, _ = load_model(str(MODEL), "fp32")
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     items = [Item("fwe", 200, text(words), ("never said",)) for words in (110, 117)]
@@ -102,15 +102,16 @@ def test_tiny_run(tmp_path: Path) -> None:
     profile.write_text(json.dumps({"model": "passkey", "budgets": budgets}))
     asked = ["--ranks", "2", "--model", MODEL, "--data", data, "--context", "160,240", "--json", path]
     asked += ["--tasks", "niah_single_1", "--items", "2", "--exact-items", "1", "--budgets", "40"]
-    asked += ["--methods", "headkv,kv4,fp8", "--batch", "2", "--profile", profile]
-    done = fork_benchmark("accuracy.py", *asked)
+    asked += ["--methods", "headkv,kv4,fp8", "--batch", "2", "--profile", profile, "--scored", "50"]
+    done = fork_benchmark("quality.py", *asked)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(path.read_text())
     summary = report["summary"]
     assert summary["exact_items"] == summary["exact_equal"] == 2 and len(summary["exact_ways"]) == 3
     assert set(summary["accuracy"]["160"]["all"]) == {EXACT, "kv4", "fp8"}
     assert set(summary["accuracy"]["240"]["40"]) == {"headkv"}
+    assert set(summary["perplexity_over_exact"]) == {"headkv-40", "kv4", "fp8"}
     assert summary["heads"]["mean_share"][0] == [0.1, 0.2, 0.3, 0.4]
-    assert [row["items"] for row in report["rows"] if row["method"] == EXACT] == [2, 2, 1, 1]
+    assert [row["items"] for row in report["rows"] if row["method"] == EXACT and "items" in row] == [2, 2, 1, 1]
     for name in ("accuracy.png", "accuracy.240.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")

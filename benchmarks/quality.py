@@ -1,7 +1,8 @@
-"""Costs of compression in RULER's tasks for a real model, in the form of FairKV's Table 3; and whether exact is exact.
+"""Costs of every setting that loses something, for a real model: perplexity, and scores in RULER's tasks in the form of
+FairKV's Table 3; and whether exact is exact.
 
-Exact tokens are compared with transformers' item by item. Then every compression method answers the same items at every
-budget, and caches of 4 bits and FP8 weights beside them.
+Exact tokens are compared with transformers' item by item. Then every compression method reads the same text, and
+answers the same items, at every budget, and caches of 4 bits and weights of fewer bits beside them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from harness.accuracy.answers import load_model, measure_compressed, measure_exact
-from harness.accuracy.ruler import (
+from harness.launch import Found, Launch, Rows, benchmark, rank_environment
+from harness.options import DTYPES, Options
+from harness.publish import show, show_summary
+from harness.quality.answers import load_model, measure_compressed, measure_exact, ways_of
+from harness.quality.perplexity import measure_perplexity, over_exact
+from harness.quality.ruler import (
     EXACT,
     METHODS,
     TASKS,
@@ -28,16 +33,13 @@ from harness.accuracy.ruler import (
     read_items,
     rows_of,
 )
-from harness.launch import Found, Launch, Rows, benchmark, rank_environment
-from harness.options import DTYPES, Options
-from harness.publish import show, show_summary
 
 from megakv.fairkv.profile import load_budgets
 
 CACHE = Path(os.path.relpath(Path(__file__).resolve().parent.parent / ".cache"))  # As results show it
-COMPRESSED = "compressed"
-ONLY = (EXACT, COMPRESSED)
-"""Tokens beside transformers', on one rank and on all, in fp32; scores."""
+COMPRESSED, PERPLEXITY = "compressed", "perplexity"
+ONLY = (EXACT, PERPLEXITY, COMPRESSED)
+"""Tokens beside transformers', on one rank and on all, in fp32; perplexity; scores."""
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,6 +57,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.names("--methods", (*METHODS, *UNBUDGETED), methods, "which to run beside exact attention")
     options.numbers("--budgets", {"": "128,256,512,1024", "quick": "128,512"}, "tokens that a KV head keeps on average")
     text = "of each task at the shortest length; at longer ones fewer, as many tokens"
+    options.add("--scored", 4000, "tokens of the recipe's document, its last, of which perplexity is that")
     options.add("--items", {"": 8, "quick": 2}, text)
     options.add("--exact-items", {"": 2, "quick": 1}, "the same, for the comparison of tokens")
     options.add("--profile-items", {"": 2, "quick": 1}, "of each task at the shortest length, for the profile")
@@ -66,7 +69,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if arguments.ranks < 2:
         options.error(f"--ranks {arguments.ranks}: allowed: 2 or more, to compare one rank with several")
     try:
-        read_items(Path(arguments.data), arguments.tasks, arguments.context)
+        if arguments.only != [PERPLEXITY] or ("headkv" in arguments.methods and not arguments.profile):
+            read_items(Path(arguments.data), arguments.tasks, arguments.context)
     except ValueError as error:
         options.error(str(error))
     return arguments
@@ -76,6 +80,9 @@ def measure_rank(arguments: argparse.Namespace, world: Any) -> Rows:
     """One part, as one of its ranks."""
     exact = arguments.only == [EXACT]
     model, tokenizer = load_model(arguments.model, "fp32" if exact else arguments.dtype)
+    if arguments.only == [PERPLEXITY]:
+        ways = ways_of([EXACT, *arguments.methods], arguments.budgets, Path(arguments.profile or ""))
+        return measure_perplexity(arguments, world, model, tokenizer, ways)
     items = read_items(Path(arguments.data), arguments.tasks, arguments.context)
     return (measure_exact if exact else measure_compressed)(arguments, world, model, tokenizer, items)
 
@@ -101,19 +108,28 @@ def launches(arguments: argparse.Namespace, folder: Path) -> Iterator[Launch]:
     if EXACT in arguments.only:
         for ranks in (1, arguments.ranks):
             yield Launch(ranks, ["--only", EXACT], f"exact tokens, {ranks} rank(s)")
-    if COMPRESSED in arguments.only:
+    if {COMPRESSED, PERPLEXITY} & {*arguments.only}:
         if "headkv" in arguments.methods and not arguments.profile:
             arguments.profile = str(folder / "budgets.json")
             profile_heads(arguments, Path(arguments.profile))
         given = ["--profile", arguments.profile] if arguments.profile else []
-        yield Launch(1, ["--only", COMPRESSED, *given], "scores by method and budget")
+        texts = {PERPLEXITY: "perplexity by method and budget", COMPRESSED: "scores by method and budget"}
+        for part, text in texts.items():
+            if part in arguments.only:
+                yield Launch(1, ["--only", part, *given], text)
 
 
 def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -> Found:
     """Report scores, and whether tokens are equal."""
     tokens = {row["name"]: row["tokens"] for row in rows if "tokens" in row}
+    read = [row for row in rows if "perplexity" in row]
     rows = rows_of({row["name"]: row["answers"] for row in rows if "answers" in row})
     summary = compare_tokens(tokens) | by_length(rows)
+    if read:
+        summary["perplexity_over_exact"] = over_exact(read)
+        over = {f"perplexity-{name}": value for name, value in summary["perplexity_over_exact"].items()}
+        table = [{**row, "over_exact": over.get(row["name"], 1.0)} for row in read]
+        show(table, "method budget prompt scored perplexity over_exact", "Perplexity behind a prompt")
     if arguments.profile and Path(arguments.profile).exists():
         profile = load_budgets(arguments.profile)
         summary["heads"] = {
@@ -123,10 +139,10 @@ def report(arguments: argparse.Namespace, rows: Rows, skipped: dict[str, str]) -
         }
     show(rows, "context method budget task items score kept:%", "Scores (FairKV's Table 3, row by row)")
     show_summary(summary, "exact_items", "exact_equal")
-    return rows, summary, charts(rows, summary, f"{Path(arguments.model).name}, {arguments.dtype}")
+    return [*rows, *read], summary, charts(rows, summary, f"{Path(arguments.model).name}, {arguments.dtype}")
 
 
 if __name__ == "__main__":
     asked = parse_arguments()
     with TemporaryDirectory(prefix="megakv-benchmark-") as own:
-        sys.exit(benchmark("accuracy", asked, measure_rank, report, launches(asked, Path(own))))
+        sys.exit(benchmark("quality", asked, measure_rank, report, launches(asked, Path(own))))
