@@ -15,7 +15,10 @@ PLAIN = "plain"
 FORMATS: Registry[type[WeightFormat]] = Registry(
     "weight format",
     {
+        "int8": "megakv.weights.formats.blocks_at_load:Int8Format",
+        "q4_1": "megakv.weights.formats.blocks_at_load:Q41Format",
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
+        "gguf": "megakv.weights.formats.gguf:GgufFormat",
         # The last one takes what no other has recognised.
         PLAIN: "megakv.weights.formats.plain:PlainFormat",
     },
