@@ -35,6 +35,12 @@ ENDS = ("eos", "eot", "eom")
 """Names of the tokens that end an answer."""
 TIED = ("falcon", "bloom")
 """Families whose output head is their embedding, whatever a file holds."""
+LEFT_OUT = {
+    "attention.key_length": "head_dim",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""Sizes that transformers does not read for all families, and what it calls them."""
 ROTARY = "rope_freqs.weight"
 """What frequencies of rotary embeddings are divided by, where a model was made for longer texts."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -126,6 +132,9 @@ def _write(file: GgufFile, folder: Path) -> None:
     config.dtype = file.dtype
     # Transformers looks into the first part alone.
     config.tie_word_embeddings = "output.weight" not in file.tensors or file.architecture in TIED
+    for key, name in LEFT_OUT.items():
+        if isinstance(found := file.metadata.get(f"{file.architecture}.{key}"), int) and hasattr(config, name):
+            setattr(config, name, found)
     _correct_rotary(config, file)
     ends = [found for name in ENDS if (found := _token(file.metadata, name)) is not None]
     generation = GenerationConfig(
@@ -161,14 +170,15 @@ def _correct_rotary(config: PreTrainedConfig, file: GgufFile) -> None:
         if bool((divisors == 1).all()):
             return
         scaled = {"rope_type": "llama3", "factor": round(float(divisors.max()), 4), **LLAMA3}
-        if given.get("rope_theta") and torch.allclose(
-            divisors, _llama3(given["rope_theta"], scaled, divisors), rtol=1e-3
-        ):
+        theta = given.get("rope_theta")
+        if theta and torch.allclose(divisors, _llama3(theta, scaled, divisors), rtol=1e-3):
             text.rope_parameters = given | scaled
-            return
-        logger.warning(
-            "%s divides rotary frequencies in a way that transformers has no name for: they stay plain", file.path
-        )
+        else:
+            logger.warning(
+                "%s divides rotary frequencies in a way that transformers has no name for: they stay undivided, as "
+                "transformers leaves them, and long texts may be misread",
+                file.path,
+            )
     elif kind in ("linear", "yarn") and isinstance(factor, float | int) and factor > 1:
         scaled = {"rope_type": kind, "factor": float(factor)}
         if kind == "yarn" and isinstance(original, int):

@@ -11,7 +11,7 @@ import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class StoredTensor:
         found = torch.empty((stop - start, self.row_bytes), dtype=torch.uint8)
         with open(self.file, "rb", buffering=0) as file:
             file.seek(self.offset + start * self.row_bytes)
-            memory, done = memoryview(found.numpy().reshape(-1)), 0
+            memory, done = memoryview(cast(Any, found.numpy().reshape(-1))), 0
             while done < len(memory):
                 count = file.readinto(memory[done:])
                 if not count:
@@ -219,9 +219,7 @@ def _placed(path: Path, name: str, shape: tuple[int, ...], number: int, offset: 
         raise ValueError(f"{name} has type {number}, which is none of GGUF's") from None
     elements, nbytes = GGML_QUANT_SIZES[kind]
     if min(shape) < 1 or shape[-1] % elements:
-        raise ValueError(
-            f"{name} has rows of {shape[-1]} weights, which are no whole blocks of {kind.name}, {elements}"
-        )
+        raise ValueError(f"{name} has rows of {shape[-1]} weights, no whole blocks of {kind.name} of {elements}")
     return StoredTensor(path, name, shape, kind.name, offset, shape[-1] // elements * nbytes)
 
 

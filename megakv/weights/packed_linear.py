@@ -20,8 +20,9 @@ SCALE, SCALED = "embed_scale", "TextScaledWordEmbedding"
 """The factor of embeddings, and how classes that multiply with it, and do nothing else, are called."""
 
 
-def packed_parameter(rows: int, columns: int, kind: str) -> nn.Parameter:
+def packed_parameter(shape: torch.Size, kind: str) -> nn.Parameter:
     """Bytes of a weight in blocks, without memory yet."""
+    rows, columns = shape
     size = BLOCKS[kind].row_bytes(columns)
     return nn.Parameter(torch.empty((rows, size), dtype=torch.uint8, device="meta"), requires_grad=False)
 
@@ -62,6 +63,7 @@ class PackedEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.kind, self.weight, self.dtype = kind, weight, dtype
         # What some families multiply embeddings with.
+        self.embed_scale: Tensor | None
         self.register_buffer("embed_scale", getattr(embedding, SCALE, None), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -106,7 +108,7 @@ def pack_modules(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype)
         path = name.rpartition(".")[0]
         module: Any = model.get_submodule(path)
         weight = module.weight
-        packed = shared.setdefault(id(weight), packed_parameter(*weight.shape, kind))
+        packed = shared.setdefault(id(weight), packed_parameter(weight.shape, kind))
         if isinstance(module, nn.Embedding):
             model.set_submodule(path, PackedEmbedding(module, kind, packed, dtype))
         else:

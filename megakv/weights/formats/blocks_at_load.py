@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megakv.base.errors import CombinationError
 from megakv.weights.blocks import BLOCKS, pack
 from megakv.weights.formats.format import LoadRequest, Owner, WeightFormat
-from megakv.weights.packed_linear import check_blocks, pack_modules, packable_weights
-from megakv.weights.placement.plan import is_experts
+from megakv.weights.packed_linear import PackedLinear, check_blocks, pack_modules, packable_weights
+from megakv.weights.placement.plan import decoder_layers, is_experts
 from megakv.weights.placement.slices import SliceSpec
 
 CHUNK = 4 << 20
@@ -29,8 +30,8 @@ class BlocksAtLoad(WeightFormat):
     outside: ClassVar[str] = "Q8_0"
     """That of embeddings and the output head, whose errors all tokens see."""
 
-    def __init__(self, *given: object):
-        super().__init__(*given)
+    def __init__(self, directory: Path | None = None):
+        super().__init__(directory)
         self.kinds: dict[str, str] = {}
         self._widths: dict[str, int] = {}
         self.multiples = (BLOCKS[self.kind].elements,)
@@ -64,7 +65,7 @@ class BlocksAtLoad(WeightFormat):
         return pack_modules(model, self.kinds, dtype)
 
     def make(self, owners: Sequence[Owner], part: Tensor, homes: Sequence[Tensor | None]) -> None:
-        (home,), module = homes, owners[0][0]
+        (home,), module = homes, cast(PackedLinear, owners[0][0])
         packed = torch.empty_like(module.weight, device=part.device) if home is None else home
         step = max(1, CHUNK // part.shape[1])
         for first in range(0, len(part), step):
