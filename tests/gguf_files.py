@@ -1,4 +1,4 @@
-"""GGUF files of tiny models with random weights, in any type: written by the `gguf` package, as llama.cpp names them."""
+"""GGUF files of tiny models with random weights, in any type: written by the `gguf` package as llama.cpp names them."""
 
 from collections.abc import Mapping
 from pathlib import Path
