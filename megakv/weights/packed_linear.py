@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ def unpack_modules(model: nn.Module, dtype: torch.dtype) -> None:
             plain = nn.Linear(1, 1, bias=False, device="meta")
             plain.out_features, plain.in_features, plain.bias = module.out_features, module.in_features, module.bias
         else:
-            plain = module.embedding
+            plain = cast(nn.Embedding, module.embedding)
         plain.weight = weight
         model.set_submodule(path, plain)
 
