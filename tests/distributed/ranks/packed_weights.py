@@ -5,6 +5,7 @@ Usage: packed_weights.py CP OUT.json FORMAT MODEL...
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ def main() -> None:
     rows = [row_of(model, int(cp), weights) for model in models]
     if rows[0]["rank"] == 0:
         Path(out).write_text(json.dumps(rows))
+        for model in models:
+            if model.endswith(".gguf"):
+                shutil.rmtree(local_directory(model))
 
 
 if __name__ == "__main__":
