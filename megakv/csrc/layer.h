@@ -27,6 +27,12 @@ struct Layer {
   Norm input_norm, output_norm, q_norm, k_norm;  // of the last two none, or one for each column of a head
   Linear q, k, v, o, gate, up, down;             // those of this rank
 
+  Way way() const {
+    bool blocks = false;
+    for (const Linear* linear : {&q, &k, &v, &o, &gate, &up, &down}) blocks = blocks || linear->kind;
+    return {pairs != 0, blocks};
+  }
+
   // Columns of queries, keys and values: of all heads, and of those parts that this rank computes.
   int64_t columns() const { return (heads + 2 * kv_heads) * head_dim; }
   int64_t own_columns() const { return q.outputs + k.outputs + v.outputs; }
@@ -35,9 +41,12 @@ struct Layer {
     require(hidden > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0, Fault::SIZES);
     require(input_norm.size == hidden && output_norm.size == hidden, Fault::WEIGHTS);
     require((!q_norm.weight || q_norm.size == head_dim) && (!k_norm.weight || k_norm.size == head_dim), Fault::WEIGHTS);
-    for (const Linear* linear : {&q, &k, &v, &gate, &up}) linear->check(hidden);
-    down.check(gate.outputs);
-    o.check(o.columns);
+    const auto fits = [&](const Linear& linear, int64_t inputs) {
+      type ? linear.check(inputs, BFloat16{}) : linear.check(inputs, float{});
+    };
+    for (const Linear* linear : {&q, &k, &v, &gate, &up}) fits(*linear, hidden);
+    fits(down, gate.outputs);
+    fits(o, o.columns);
     require(up.outputs == gate.outputs && down.outputs == hidden && o.outputs == hidden, Fault::WEIGHTS);
   }
 };
@@ -161,7 +170,7 @@ void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const 
 // This rank's queries, keys and values, before rotary embeddings, of hidden states.
 template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
   const int64_t hidden = layer.hidden;
-  Inputs inputs(rows, hidden, layer.pairs);
+  Inputs inputs(rows, hidden, layer.way());
   inputs.each_row(threads, [&](int64_t row, float* own) {
     each_vector(0, hidden, [&](int64_t d, int64_t count) { store_rounded(own + d, some(x + row * hidden + d, count), count); });
     normalise<T>(own, layer.input_norm);
@@ -204,11 +213,11 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
   const T* added = attended;
   Space<T> found(projected ? 0 : rows * hidden);
   if (!projected) {
-    const Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs, threads);
+    const Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.way(), threads);
     products(inputs, &layer.o, 1, threads, found.data());
     added = found.data();
   }
-  Inputs inputs(rows, hidden, layer.pairs);
+  Inputs inputs(rows, hidden, layer.way());
   inputs.each_row(threads, [&](int64_t row, float* own) {
     each_vector(row * hidden, (row + 1) * hidden, [&](int64_t d, int64_t count) {
       const Floats found = kept<T>(some(x + d, count) + some(added + d, count));
@@ -217,7 +226,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
     });
     normalise<T>(own, layer.output_norm);
   });
-  Inputs inner(rows, width, layer.pairs);
+  Inputs inner(rows, width, layer.way());
   // Of many rows a block of gates is multiplied while it lies in the second cache, of few all that a thread has.
   const bool many = inputs.many();
   const int64_t block = Product<T>::block(inputs), scratch = Product<T>::scratch(inputs);

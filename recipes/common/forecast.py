@@ -50,7 +50,7 @@ def load_run(name: str, run: Run) -> MegaKVConfig:
     return load_config(RECIPES / name / run.config)
 
 
-def dry_run_of(name: str, run: Run, made: dict[torch.dtype, PreTrainedModel]) -> DryRun:
+def dry_run_of(name: str, run: Run, made: dict[tuple[torch.dtype, str], PreTrainedModel]) -> DryRun:
     """The dry run of a recipe's run, on the memory of its hardware; its runs share the models `made`."""
     return dry_run(
         RECIPES / name,
@@ -67,7 +67,7 @@ def forecast(name: str, run: Run) -> Forecast:
     """What the cost model predicts for a recipe's run."""
     config = load_run(name, run)
     model = ModelShape.from_path(RECIPES / name, dtype=config.dtype)
-    if config.megakv.feed_forward == "fp8":
+    if config.megakv.weights.format == "fp8":
         model = model.with_fp8_feed_forward()
     profile = hardware(run.hardware).on_mesh(cp_size=config.cp_size, tp_size=config.tp_size)
     prefills, decodes = _prefills(config, run, profile, model), _decodes(config, run, profile, model)

@@ -30,6 +30,7 @@ from megakv.planner.dry_run.run import VirtualRank, token_counts
 from megakv.planner.dry_run.share import ShapeRuntime, run_shapes
 from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from tests.families import FAMILIES, llama, llama_mha, opt
+from tests.gguf_files import config_of
 
 
 def saved(config: PreTrainedConfig, folder: Path) -> Path:
@@ -68,17 +69,29 @@ def test_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -> No
         assert sum(rank.tokens for rank in found.ranks) == 33 * tp
 
 
+@pytest.mark.parametrize("weights", ["int8", "q4_1"])
+def test_blocks_are_those_that_loading_keeps(weights: str, tmp_path: Path) -> None:
+    folder = saved(config_of("qwen2"), tmp_path)
+    for rank in range(2):
+        loaded = build_model(
+            folder, dtype=torch.bfloat16, load="random", weights=weights, tp_rank=rank, tp_size=2,
+            all_reduce=lambda t: t,
+        )  # fmt: skip
+        found = dry_run(folder, settings(tp=2, weights={"format": weights}), context=9).ranks[rank]
+        assert found.weight_bytes == loaded.bytes_kept
+
+
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])
 def test_fp8_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -> None:
     folder = saved(FAMILIES[family](), tmp_path)
     offload = {"enabled": True, "weights": True, "host_gb": 0.05}
     for rank in range(2):
         loaded = build_model(
-            folder, dtype=torch.bfloat16, load="random", feed_forward="fp8", tp_rank=rank, tp_size=2,
+            folder, dtype=torch.bfloat16, load="random", weights="fp8", tp_rank=rank, tp_size=2,
             all_reduce=lambda t: t, offload=OffloadConfig(**offload),
         )  # fmt: skip
         resident, offloaded = (
-            dry_run(folder, settings(tp=2, feed_forward="fp8", **more), context=9).ranks[rank]
+            dry_run(folder, settings(tp=2, weights={"format": "fp8"}, **more), context=9).ranks[rank]
             for more in ({}, {"offload": offload})
         )
         assert resident.weight_bytes == loaded.bytes_kept
