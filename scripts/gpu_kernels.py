@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import megakv
 from megakv.attention.backends import cuda_cudnn, cuda_flash
 from megakv.launcher.process import quiet_libraries
-from megakv.weights.fp8 import Fp8Linear, quantise
+from megakv.weights.formats.fp8 import Fp8Linear, quantise
 
 ROUNDS, NEW = 5, 6
 

@@ -217,7 +217,7 @@ class ModelShape:
         return 3 if elements > 2.5 * self.hidden * self.intermediate else 2
 
     def with_fp8_feed_forward(self) -> ModelShape:
-        """The same model with row-wise FP8 weights in its feed-forward layers (``megakv.feed_forward``: ``fp8``)."""
+        """The same model with row-wise FP8 weights in its feed-forward layers (``megakv.weights.format``: ``fp8``)."""
         fp8 = (replace(each, fp8=each.dense - self.attention_elements, fp8_experts=True) for each in self.layers)
         return replace(self, layers=tuple(fp8))
 

@@ -171,7 +171,7 @@ def _make_engine(
             place,
             dtype=parsed.dtype,
             load=section.load,
-            feed_forward=section.feed_forward,
+            weights=section.weights.format,
             tp_rank=mesh.tp_rank,
             tp_size=tp_size,
             head_map=partial(_head_map, model, parsed, mapping),

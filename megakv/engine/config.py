@@ -22,13 +22,14 @@ from megakv.offload.config import OffloadConfig
 from megakv.offload.method import AUTO, METHODS
 from megakv.runahead.config import RunaheadConfig
 from megakv.tracking.config import TrackingConfig
+from megakv.weights.config import WeightsConfig
 
 _REASONS = {
     "kernel injection replaces the attention that MegaKV provides": "replace_with_kernel_inject",
     "it belongs to kernel injection": "use_triton triton_autotune transposed_mode",
     "weights are placed by megakv.context_parallel and tensor_parallel": "zero",
     "only causal masks are supported": "triangular_masking",
-    "weights are quantised by megakv.feed_forward = 'fp8' only": "quant",
+    "weights are quantised by megakv.weights.format only": "quant",
     "pass the model's directory or hub id as the first argument": "checkpoint base_dir checkpoint_config",
     "weights are always loaded straight into their shards": "set_empty_params",
     "checkpoints stay as transformers wrote them": "save_mp_checkpoint_path training_mp_size",
@@ -57,10 +58,7 @@ class MegaKVSection(Section):
     seed: int = Field(0, ge=0)
     """Seed of the random weights."""
 
-    feed_forward: Literal["dtype", "fp8"] = "dtype"
-    """``fp8`` turns the weights of feed-forward layers into row-wise FP8 as they load, and their inputs per token: half
-    the bytes of 16-bit weights, **not exact**. Fast from compute capability 8.9 on, slower on CPU. Experts are
-    multiplied one after the other."""
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
 
     timeout_s: float = Field(600.0, gt=0, le=1e9)
     """Seconds after which a silent rank counts as lost. A dead process is noticed at once."""
@@ -98,8 +96,9 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
             return value
         with suppress(ValueError):
             return DtypeEnum.from_str(value).value[0]
-        fp8 = "; 8-bit weights are megakv.feed_forward = 'fp8'" if str(value).startswith(("fp8", "float8")) else ""
-        raise ValueError(f"allowed: 'fp32', 'bf16' or 'fp16', or null for the checkpoint's own{fp8}")
+        eight = str(value).startswith(("fp8", "float8", "int8"))
+        hint = "; weights of 8 bits are megakv.weights.format = 'int8' or 'fp8'" if eight else ""
+        raise ValueError(f"allowed: 'fp32', 'bf16' or 'fp16', or null for the checkpoint's own{hint}")
 
     @field_validator("injection_policy")
     @classmethod

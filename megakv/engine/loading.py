@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -20,10 +20,9 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
-from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, model_class, read_config, read_generation_config
-from megakv.weights.fp8 import SCALE, check_device, quantise, use_fp8
+from megakv.weights.formats import AS_STORED, LoadRequest, WeightFormat, choose_format
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.placement.plan import InjectionPolicy
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
@@ -57,16 +56,8 @@ class LoadedModel:
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The whole model without memory: parameters on the meta device, buffers (rotary frequencies) real on the CPU.
 
-    A model that transformers does not know, that is quantised or that MegaKV cannot serve is a `ValueError`.
+    A model that transformers does not know or that MegaKV cannot serve is a `ValueError`.
     """
-    configs = (config, config.get_text_config())
-    quantised = next((found for each in configs if (found := getattr(each, "quantization_config", None))), None)
-    if quantised is not None:
-        method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
-        raise ValueError(
-            f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
-            "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
-        )
     family = model_class(config)
     with init_empty_weights(include_buffers=False), no_init_weights():
         model = family._from_config(config, dtype=dtype)
@@ -100,7 +91,7 @@ def build_model(
     *,
     dtype: torch.dtype | None,
     load: Literal["checkpoint", "random"] = "checkpoint",
-    feed_forward: Literal["dtype", "fp8"] = "dtype",
+    weights: str = AS_STORED,
     tp_rank: int = 0,
     tp_size: int = 1,
     head_map: HeadMap | Callable[[PreTrainedConfig], HeadMap | None] | None = None,
@@ -115,16 +106,14 @@ def build_model(
 
     A model that is given is sharded in place; its weights are freed as they are cut. Of a path or hub id with `load`
     ``random``, only config.json is read, and values come from `seed`. `dtype` is what the config or the module says
-    where None; with `feed_forward` ``fp8`` the weights of feed-forward layers become row-wise FP8
-    (`megakv.weights.fp8`). `head_map` says which heads live on which rank, or tells it from the model's config;
-    contiguous runs by default. `injection_policy` is as in `plan_placement`. `all_reduce` sums a tensor over the
-    tensor-parallel ranks and returns the sum. `offload` says whether the weights of decoder layers are to lie in host
-    memory or on disk. `progress`, for one rank, shows a progress bar, and says so when the checkpoint holds more than
-    the model takes.
+    where None. `weights` is ``megakv.weights.format`` (`megakv.weights.formats`). `head_map` says which heads live on
+    which rank, or tells it from the model's config; contiguous runs by default. `injection_policy` is as in
+    `plan_placement`. `all_reduce` sums a tensor over the tensor-parallel ranks and returns the sum. `offload` says
+    whether the weights of decoder layers are to lie in host memory or on disk. `progress`, for one rank, shows a
+    progress bar, and says so when the checkpoint holds more than the model takes.
     """
     device = torch.device(device)
-    if feed_forward == "fp8":
-        check_device(device)
+    request = LoadRequest(device, dtype, tp_size, offloaded=offload is not None and bool(offload.weights))
     directory: Path | None = None
     if isinstance(model_or_path, nn.Module):
         if not isinstance(model_or_path, PreTrainedModel):
@@ -132,24 +121,28 @@ def build_model(
             kind = type(model_or_path).__name__
             raise ValueError(f"model is a {kind}, not a transformers PreTrainedModel or a path{hint}")
         model = model_or_path
+        form = choose_format(weights)
+        form.check(request, model.config)
         check_support(type(model), model.config)
         if (how := quantised_by(model)) is not None:
-            settings = {"fp8": feed_forward == "fp8", "offloaded": offload is not None and bool(offload.weights)}
-            keep_quantised(model, how, dtype=dtype, tp_size=tp_size, device=device, **settings)
+            keep_quantised(model, how, request, weights)
         dtype = dtype or model.dtype
     else:
         directory = local_directory(model_or_path, weights=load == "checkpoint")
         config = read_config(directory)
+        form = choose_format(weights, directory if load == "checkpoint" else None, config)
+        form.check(request, config)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
+        form.replace(model)
         model.generation_config = read_generation_config(directory)
     heads = head_map(model.config) if callable(head_map) else head_map
     heads = heads or contiguous_head_map(*head_counts(model.config), tp_size)
-    placement = plan_placement(model, heads, tp_rank, injection_policy)
+    placement = plan_placement(model, heads, tp_rank, injection_policy, form.multiples)
+    form.check_cut(placement, tp_size)
     dtypes = parameter_dtypes(model, dtype)
     source: WeightSource
-    # Ranks quantise their own parts of a row: other parts are other weights.
-    contents = {"type": str(dtype), "feed-forward": f"fp8 by {tp_size}" if feed_forward == "fp8" else str(dtype)}
+    contents = {"type": str(dtype)} | form.contents(tp_size)
     if directory is None:
         source = ModuleWeights(model)
         contents |= module_digests(model)
@@ -157,48 +150,50 @@ def build_model(
         source = RandomWeights(model, seed, device)
         contents |= {"values": f"megakv.seed {seed} of torch {torch.__version__} on {device.type}"}
     else:
-        source = checkpoint = CheckpointWeights(directory, model)
-        if (found := checkpoint.unexpected) and progress:
+        source = form.source(directory, model)
+        if (found := source.unexpected) and progress:
             logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
-    if tp_size > 1 or feed_forward == "fp8":
-        setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
+    if tp_size > 1 or form.at_load:
+        setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else f"megakv.weights.format = {weights!r}"
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
-    fp8 = use_fp8(model) if feed_forward == "fp8" else {}
+    kept = dtypes | form.prepare(model)
     away: LayerWeights | None = None
     if offload is not None and offload.weights:
         from megakv.offload.weights import LayerWeights
 
-        away = LayerWeights(model, dtypes | fp8, offload, pin=device.type == "cuda")
-    _materialise(model, source, placement, dtypes, device, away, fp8, progress=progress)
+        away = LayerWeights(model, kept, offload, pin=device.type == "cuda")
+    _materialise(model, source, placement, form, dtypes, kept, device, away, progress=progress)
+    form.finish(model)
     if away is not None:
         away.withdraw(model, device)
     model.eval()
     tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in plain_parts(tensor))
-    kept = sum(tensor.nbytes for tensor in tensors)
-    return LoadedModel(model, heads, placement, source.bytes_read, kept, contents, away)
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    return LoadedModel(model, heads, placement, source.bytes_read, nbytes, contents, away)
 
 
 def _materialise(
     model: PreTrainedModel,
     source: WeightSource,
     placement: dict[str, SliceSpec],
+    form: WeightFormat,
     dtypes: dict[str, torch.dtype],
+    kept: dict[str, torch.dtype],
     device: torch.device,
     away: LayerWeights | None,
-    fp8: Collection[str],
     *,
     progress: bool,
 ) -> None:
     """Fill a model's parameters, of local shapes, from a source, one at a time, and move its buffers.
 
     Tied ones stay so, and a source's own parameters that are used where they lie stay what they are. `dtypes` are those
-    of all but scales: weights that become `fp8` are read in theirs, and quantised as they come.
+    that weights are read in, `kept` those of what is kept; they differ where the format makes others as they come.
     """
 
     def local(name: str, shape: torch.Size, home: Tensor | None = None) -> Tensor:
         """This rank's part in memory of its own, or in the very memory of the source where that has given it."""
-        spec, dtype = placement.get(name, WHOLE), dtypes[name]
+        spec, dtype = placement.get(name, WHOLE), kept[name]
         if spec.zero:
             return torch.zeros(shape, dtype=dtype, device=device) if home is None else home.zero_()
         value = source.read(name, spec)
@@ -210,30 +205,29 @@ def _materialise(
     parameters = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in dtypes}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), []).append(name)
-    total = sum(parameters[tied[0]].numel() * dtypes[tied[0]].itemsize for tied in names.values())
+    total = sum(parameters[tied[0]].numel() * kept[tied[0]].itemsize for tied in names.values())
     with tqdm(total=total, desc="Loading weights", unit="B", unit_scale=True, disable=not progress) as bar:
         for tied in names.values():
-            stored = next((name for name in tied if source.has(name)), tied[0])
-            empty = parameters[tied[0]]
-            keys = [tied[0], tied[0] + SCALE] if tied[0] in fp8 else [tied[0]]
+            first = tied[0]
+            stored = next((name for name in tied if source.has(name)), first)
+            empty, owners = parameters[first], [get_module_from_name(model, name) for name in tied]
+            keys = form.made.get(first, (first,))
             rooms = [None if away is None else away.room(key) for key in keys]
-            if tied[0] in fp8:
+            if first in form.made:
                 part = source.read(stored, placement.get(stored, WHOLE)).to(device, dtypes[stored])
-                module, leaf = get_module_from_name(model, tied[0])
-                quantise(module, leaf, part, rooms)
+                form.make(owners, part, rooms)
             else:
                 part = local(stored, empty.shape, rooms[0])
                 filled = part if isinstance(part, nn.Parameter) else nn.Parameter(part, requires_grad=False)
                 filled.requires_grad = False
-                for name in tied:
-                    module, leaf = get_module_from_name(model, name)
+                for module, leaf in owners:
                     setattr(module, leaf, filled)
                 del filled
-            bar.update(empty.numel() * dtypes[tied[0]].itemsize)
+            bar.update(empty.numel() * kept[first].itemsize)
             for key, room in zip(keys, rooms, strict=True):
                 if away is not None and room is not None:
                     model.get_parameter(key).data = away.put(key, room)
-            # What was quantised, or written to disk, goes before the next is read.
+            # What was made into something else, or written to disk, goes before the next is read.
             del part, rooms, room
     for name, buffer in model.named_buffers():
         module, leaf = get_module_from_name(model, name)

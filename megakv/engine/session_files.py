@@ -166,7 +166,7 @@ def check_meta(meta: SessionMeta, folder: Path, expected: SessionMeta) -> None:
     if meta.weights != expected.weights:
         raise MegaKVError(
             f"{folder} was saved with another model of the same config (its weights differ); load it with that one, in "
-            "the same way (its folder or a module), and with the same dtype and megakv.feed_forward"
+            "the same way (its folder or a module), and with the same dtype and megakv.weights.format"
         )
 
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.forward.pass_plan import LastRows
-from megakv.weights.fp8 import feed_forward_linears
 from megakv.weights.placement.attention import OUTPUTS, SEPARATE, attention_modules
-from megakv.weights.placement.plan import decoder_layers
+from megakv.weights.placement.plan import decoder_layers, feed_forward_linears
 
 QUERIES = SEPARATE[0]
 

@@ -182,7 +182,7 @@ def choice_config(
         shares = [part / whole for part in choice.partition]
         section["runahead"] = {"partition": shares, "chunk_tokens": choice.chunk_tokens}
     if choice.fit.fp8:
-        section["feed_forward"] = "fp8"
+        section["weights"] = {"format": "fp8"}
     if choice.fit.kept_share < 1:
         section["fairkv"] = {"budget": choice.fit.kept_share}
         if choice.mapping is not None:

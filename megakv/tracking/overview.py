@@ -102,8 +102,8 @@ def methods(report: RunReport) -> dict[str, str]:
             for each in report.products
         )
     found["keys and values"] = _cache(report)
-    if setting(report, "megakv.feed_forward") == "fp8":
-        found["weights"] = "feed-forward in FP8 (lossy)"
+    if (form := setting(report, "megakv.weights.format")) not in (None, "as_stored"):
+        found["weights"] = f"{form} (lossy)"
     return found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.weights.formats import AS_STORED, LoadRequest
 from megakv.weights.tensor_parallel import RowParallelLinear
 
 PLAIN = (Tensor, nn.Parameter)
@@ -73,22 +74,20 @@ def _not_plain(model: PreTrainedModel) -> Iterator[str]:
 def keep_quantised(
     model: PreTrainedModel,
     how: str,
-    *,
-    dtype: torch.dtype | None,
-    tp_size: int,
-    fp8: bool,
-    offloaded: bool,
-    device: torch.device,
+    request: LoadRequest,
+    setting: str,
 ) -> None:
-    """Make a quantised module ready where it is, its parameters untouched; a ValueError names a setting that cuts them.
+    """Make a quantised module ready where it is, its parameters untouched; a ValueError names what would change them.
+
+    `setting` is ``megakv.weights.format``.
 
     Formats that unpack their weights at the first forward are given one.
     """
     refused = {
-        f"tensor_parallel.tp_size = {tp_size}": tp_size > 1,
-        "megakv.feed_forward = 'fp8'": fp8,
-        "megakv.offload.weights = true": offloaded,
-        f"dtype = {dtype}": dtype not in (None, model.dtype),
+        f"tensor_parallel.tp_size = {request.tp_size}": request.tp_size > 1,
+        f"megakv.weights.format = {setting!r}": setting != AS_STORED,
+        "megakv.offload.weights = true": request.offloaded,
+        f"dtype = {request.dtype}": request.dtype not in (None, model.dtype),
     }
     for setting, given in refused.items():
         if given:
@@ -96,6 +95,7 @@ def keep_quantised(
                 f"{setting} is not supported for the model given, whose weights are quantised ({how}) and stay as they "
                 "are: leave it out, and share the work by megakv.context_parallel.size; or load it unquantised"
             )
+    device = request.device
     if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         model.to(device)
     model.eval()

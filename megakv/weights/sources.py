@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from math import prod
 from typing import Protocol
 
@@ -26,6 +27,10 @@ class WeightSource(Protocol):
     """Whether whole parameters may be used where they lie, because the source gives them away."""
 
     @property
+    def unexpected(self) -> Sequence[str]:
+        """Stored keys that the model has no use for."""
+
+    @property
     def bytes_read(self) -> int:
         """Bytes taken from storage so far."""
 
@@ -41,6 +46,7 @@ class ModuleWeights:
 
     owned = True
     bytes_read = 0
+    unexpected: Sequence[str] = ()
 
     def __init__(self, module: nn.Module):
         self._tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -66,6 +72,7 @@ class RandomWeights:
 
     owned = True
     bytes_read = 0
+    unexpected: Sequence[str] = ()
 
     def __init__(self, model: PreTrainedModel, seed: int, device: torch.device):
         self._seed = seed

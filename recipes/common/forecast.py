@@ -67,7 +67,7 @@ def forecast(name: str, run: Run) -> Forecast:
     """What the cost model predicts for a recipe's run."""
     config = load_run(name, run)
     model = ModelShape.from_path(RECIPES / name, dtype=config.dtype)
-    if config.megakv.feed_forward == "fp8":
+    if config.megakv.weights.format == "fp8":
         model = model.with_fp8_feed_forward()
     profile = hardware(run.hardware).on_mesh(cp_size=config.cp_size, tp_size=config.tp_size)
     prefills, decodes = _prefills(config, run, profile, model), _decodes(config, run, profile, model)

@@ -101,8 +101,8 @@ def draw(seed: int, ranks: int) -> Case:
     then = None
     if fewer and rng.random() < 0.5:
         # Sessions of FP8 go on with the same weights only, which are others on another TP degree.
-        smaller = rng.choice([other for other in fewer if other.endswith("x1") or "feed_forward" not in section])
-        then_section = draw_section(rng, *sizes(smaller)) | {"feed_forward": section.get("feed_forward", "dtype")}
+        smaller = rng.choice([other for other in fewer if other.endswith("x1") or not section.get("weights")])
+        then_section = draw_section(rng, *sizes(smaller)) | {"weights": section.get("weights", {})}
         later = Script(rng, turns=True, proposes="decode_interval" not in then_section.get("fairkv", {}))
         later.take_over(script)
         then = Case(

@@ -9,7 +9,7 @@ from megakv.attention.methods import decode_methods, prefill_methods
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.offload.method import AUTO, METHODS
 
-MISSING = (r"megakv\.feed_forward = 'fp8' is not supported for model type .* holds the weights of several experts",)
+MISSING = (r"megakv\.weights\.format = 'fp8' is not supported for model type .* holds the weights of several experts",)
 """What is refused by no law: features that are missing. A line goes when its feature comes."""
 UNBOUND = 4096
 """A budget that no conversation comes up to."""
@@ -20,7 +20,7 @@ DRAWN = "drawn"
 def is_lossy(section: dict[str, Any]) -> bool:
     """Whether answers are others than the plain model's."""
     budget, offload = section.get("fairkv", {}).get("budget", 1.0), section.get("offload", {})
-    return budget not in (1.0, UNBOUND) or "kv_bits" in offload or section.get("feed_forward") == "fp8"
+    return budget not in (1.0, UNBOUND) or "kv_bits" in offload or bool(section.get("weights"))
 
 
 def lossy_part(section: dict[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def lossy_part(section: dict[str, Any]) -> dict[str, Any]:
     part: dict[str, Any] = {"timeout_s": 120}
     fairkv = {key: value for key, value in section.get("fairkv", {}).items() if key not in ("mapping", "copies")}
     part |= {"fairkv": fairkv} if fairkv else {}
-    part |= {key: section[key] for key in ("feed_forward",) if key in section}
+    part |= {key: section[key] for key in ("weights",) if key in section}
     bits = {key: value for key, value in section.get("offload", {}).items() if key in ("kv_bits", "kv_group")}
     if bits:
         part["offload"] = {"enabled": True, "method": "stream", "host_gb": 0.05, "page_kib": 8, **bits}
@@ -56,7 +56,7 @@ def draw_section(rng: Random, cp: int, tp: int, *, lossy: bool = True) -> dict[s
         section.setdefault("fairkv", {}).update(mapping=DRAWN, copies=rng.choice(("tokens", "batch")))
     if lossy and tp == 1 and rng.random() < 0.12:
         # A rank's part of a row has a scale of its own: each TP degree has its own rounding.
-        section["feed_forward"] = "fp8"
+        section["weights"] = {"format": "fp8"}
     return section
 
 

@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).parent / "ranks" / "fp8.py"
 @pytest.mark.parametrize(("cp", "tp"), [(1, 2), pytest.param(2, 2, marks=pytest.mark.full)])
 def test_main_job_finds_the_number(tmp_path: Path, cp: int, tp: int) -> None:
     config, out = tmp_path / "fp8.json", tmp_path / "out.json"
-    section = {"feed_forward": "fp8", "context_parallel": {"size": cp}}
+    section = {"weights": {"format": "fp8"}, "context_parallel": {"size": cp}}
     config.write_text(json.dumps({"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}))
     result = run_ranks(
         RECIPE / "ask.py", "--config", config, "--tokens", "1024", "--json", out, ranks=cp * tp, timeout=240

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megakv.engine.loading import build_model
-from megakv.weights.fp8 import Fp8Linear, check_device, quantise, quantise_rows
+from megakv.weights.formats.fp8 import Fp8Linear, check_device, quantise, quantise_rows
 from tests.families import VOCAB, llama
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -50,8 +50,7 @@ def test_model_on_the_gpu_is_the_one_on_the_cpu(dtype: torch.dtype, tmp_path: Pa
     whole.save_pretrained(tmp_path)
     ids = torch.randint(1, VOCAB, (2, 50))
     on_gpu, on_cpu = (
-        build_model(tmp_path, dtype=None, feed_forward="fp8", device=device, all_reduce=unused)
-        for device in ("cuda", "cpu")
+        build_model(tmp_path, dtype=None, weights="fp8", device=device, all_reduce=unused) for device in ("cuda", "cpu")
     )
     assert on_gpu.bytes_kept == on_cpu.bytes_kept
     with torch.no_grad():

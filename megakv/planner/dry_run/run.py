@@ -27,6 +27,7 @@ from megakv.fairkv.budgets import is_compressed, tokens_per_head
 from megakv.fairkv.placement import place_heads, read_mapping
 from megakv.planner.dry_run.share import WholeModel
 from megakv.weights.folder import local_directory, read_config
+from megakv.weights.formats import choose_format
 from megakv.weights.placement import contiguous_head_map, head_counts
 
 GB = 10**9
@@ -115,7 +116,7 @@ class DryRun:
 
     def _remedy(self, worst: VirtualRank) -> str:
         if worst.weight_bytes > worst.total_bytes / 2:
-            return "raise tensor_parallel.tp_size, or use megakv.feed_forward = 'fp8' where the accelerator has FP8"
+            return "raise tensor_parallel.tp_size, or use megakv.weights.format = 'fp8' where the accelerator has FP8"
         return "raise megakv.context_parallel.size, or lower --context or --batch"
 
     def to_json(self) -> dict[str, Any]:
@@ -133,7 +134,7 @@ def dry_run(
     batch: int = 1,
     new_tokens: int = 0,
     memory_bytes: int | None = None,
-    made: dict[torch.dtype, PreTrainedModel] | None = None,
+    made: dict[tuple[torch.dtype, str], PreTrainedModel] | None = None,
 ) -> DryRun:
     """Build every rank's share of a model on the meta device, run it on shapes, and sum up its memory.
 
@@ -142,13 +143,15 @@ def dry_run(
     context: tokens of each prompt; as many as the model has positions if None.
     batch, new_tokens: prompts, and tokens generated for each.
     memory_bytes: of one accelerator.
-    made: this model without weights, by type, as earlier runs made it; this run adds its own.
+    made: this model without weights, by type and weights' format, as earlier runs made it; this run adds its own.
     Raises ValueError if a setting is impossible, by its name: the mesh, the positions of the model, a file that is not
         there.
     Raises MegaKVError if shapes do not fit or shards do not add up.
     """
     parsed = load_config(config)
-    described = read_config(local_directory(model, weights=False))
+    directory = local_directory(model, weights=False)
+    described = read_config(directory)
+    form = choose_format(parsed.megakv.weights.format, directory, described)
     positions = positions_of(described.get_text_config())
     context = _check_lengths(positions if context is None else context, batch, new_tokens)
     check_files(parsed)
@@ -159,9 +162,12 @@ def dry_run(
         head_map = place_heads(mapping, described)
     dtype = parsed.dtype or described.get_text_config().dtype or torch.float32
     made = {} if made is None else made
-    if dtype not in made:
-        made[dtype] = empty_model(deepcopy(described), dtype)
-    whole = WholeModel.plan(made[dtype], dtype, head_map, parsed.injection_policy)
+    if (key := (dtype, form.name)) not in made:
+        made[key] = empty_model(deepcopy(described), dtype)
+        form.replace(made[key])
+    whole = WholeModel.plan(made[key], dtype, head_map, parsed.injection_policy, form.multiples)
+    for placement in whole.placements:
+        form.check_cut(placement, parsed.tp_size)
     LengthLimits(whole.model, parsed).check(context, {"max_new_tokens": new_tokens})
     tokens, kept = token_counts(parsed, context, batch)
     shape = ModelShape.from_config(described, dtype=dtype)
@@ -170,7 +176,7 @@ def dry_run(
         # What is evicted makes room.
         held_tokens = min(new_tokens, int(fairkv.budget) + fairkv.decode_interval)
     # Shorter shards differ in nothing but their length.
-    shares = whole.shares(max(tokens), fp8=parsed.megakv.feed_forward == "fp8")
+    shares = whole.shares(max(tokens), weights=form)
     offload = parsed.megakv.offload
     on_disk = offload.weights == "disk"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ from megakv.engine.loading import parameter_dtypes
 from megakv.injection.support import shape_pass
 from megakv.offload.weights import layer_places
 from megakv.planner.dry_run.coverage import check_coverage
-from megakv.weights.fp8 import use_fp8
+from megakv.weights.formats import WeightFormat
 from megakv.weights.placement import HeadMap, SliceSpec, plan_placement
 from megakv.weights.placement.attention import find_attention
 from megakv.weights.placement.plan import InjectionPolicy, decoder_layers
@@ -43,13 +43,14 @@ class WholeModel:
         dtype: torch.dtype,
         head_map: HeadMap,
         policy: InjectionPolicy | None = None,
+        multiples: Sequence[int] = (),
     ) -> WholeModel:
         """Cut a model for every rank of a head map, and check that the parts add up; the model stays as it is.
 
         Raises ValueError if the model cannot be cut so.
         Raises MegaKVError if the parts are not the model.
         """
-        placements = tuple(plan_placement(model, head_map, rank, policy) for rank in range(head_map.tp_size))
+        placements = tuple(plan_placement(model, head_map, rank, policy, multiples) for rank in range(head_map.tp_size))
         shapes = {name: parameter.shape for name, parameter in model.named_parameters(remove_duplicate=False)}
         attentions: list[str] = []
         if head_map.tp_size > 1:
@@ -64,15 +65,15 @@ class WholeModel:
         """Elements of all parameters, tied ones once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def shares(self, tokens: int, *, fp8: bool) -> list[RankShare]:
+    def shares(self, tokens: int, *, weights: WeightFormat) -> list[RankShare]:
         """Build every rank's share and run it.
 
         Ranks that keep the same shapes and the same numbers of heads in each layer are alike: the first is built.
 
         tokens: to run them over.
-        fp8: whether feed-forward weights become FP8.
+        weights: their format.
         Raises MegaKVError if a parameter has another shape than it should, or shapes do not fit in a pass.
-        Raises ValueError if FP8 is not possible with this model.
+        Raises ValueError if this form is not possible with this model.
         """
         known: dict[Any, RankShare] = {}
         shares = []
@@ -82,11 +83,13 @@ class WholeModel:
             counts = tuple((len(shard.query_heads), len(shard.kv_heads), shard.group_size) for shard in shards)
             form = tuple(shapes.values()), counts
             if form not in known:
-                known[form] = self._build(tp_rank, shapes, tokens, fp8)
+                known[form] = self._build(tp_rank, shapes, tokens, weights)
             shares.append(replace(known[form], tp_rank=tp_rank))
         return shares
 
-    def _build(self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: int, fp8: bool) -> RankShare:
+    def _build(
+        self, tp_rank: int, shapes: Mapping[str, tuple[int, ...]], tokens: int, weights: WeightFormat
+    ) -> RankShare:
         dtypes = parameter_dtypes(self.model, self.dtype)
         model = deepcopy(self.model, {id(parameter): parameter for parameter in self.model.parameters()})
         shard_structure(model, self.placements[tp_rank], self.head_map, tp_rank, lambda tensor: tensor)
@@ -102,17 +105,16 @@ class WholeModel:
         # Some rotary embeddings keep more tables once they have seen a long prompt.
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         rows = run_shapes(model, self.head_map, tp_rank, tokens)
-        if fp8:
-            dtypes |= use_fp8(model)
+        dtypes |= weights.prepare(model)
         layers = tuple(places.nbytes for places in layer_places(model, dtypes))
         return RankShare(buffers + parameter_bytes(model, dtypes), rows, layers, tp_rank)
 
 
 def parameter_bytes(model: PreTrainedModel, dtypes: Mapping[str, torch.dtype]) -> int:
-    """Bytes of a model's parameters once they are filled, tied ones once, scales of FP8 weights included.
+    """Bytes of a model's parameters once they are filled, tied ones once, scales included.
 
-    model: on the meta device, with FP8 weights in their places where there are any.
-    dtypes: from `parameter_dtypes` of the whole model, and of what is FP8 from `use_fp8`.
+    model: on the meta device, prepared by its weights' format.
+    dtypes: from `parameter_dtypes` of the whole model, and from `WeightFormat.prepare`.
     """
     return sum(parameter.numel() * dtypes[name].itemsize for name, parameter in model.named_parameters())
 

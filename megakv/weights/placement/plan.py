@@ -78,14 +78,16 @@ def unknown_experts(module: nn.Module) -> str | None:
     return None if described and gated and not strange else f"stores its experts in an unknown way {strange or ''}"
 
 
-def _experts(module: nn.Module, model_type: str, rank: int, size: int) -> dict[str, SliceSpec]:
+def _experts(
+    module: nn.Module, model_type: str, rank: int, size: int, multiples: Sequence[int]
+) -> dict[str, SliceSpec]:
     """Parts of ``[E, 2I, H]`` and ``[E, H, I]`` weights (or transposed), cut along the width I of every expert."""
     if reason := unknown_experts(module):
         raise refusal(module, model_type, reason)
     transposed, concatenated = module.is_transposed, module.is_concatenated
     assert isinstance(module.down_proj, nn.Parameter)
     width = module.down_proj.shape[1 if transposed else 2]
-    start, stop = split_width(width, size, rank)
+    start, stop = split_width(width, size, rank, multiples)
     both = joined([(start, stop), (width + start, width + stop)] if concatenated else [(2 * start, 2 * stop)])
     specs = {
         "gate_up_proj": SliceSpec(2 if transposed else 1, both),
@@ -97,7 +99,14 @@ def _experts(module: nn.Module, model_type: str, rank: int, size: int) -> dict[s
 
 
 def _mlp(
-    module: nn.Module, model_type: str, rows: frozenset[str], rank: int, size: int, *, holds_attention: bool
+    module: nn.Module,
+    model_type: str,
+    rows: frozenset[str],
+    rank: int,
+    size: int,
+    multiples: Sequence[int],
+    *,
+    holds_attention: bool,
 ) -> dict[str, SliceSpec]:
     """Parts of the linears that are direct children of `module`, an MLP or a whole layer (OPT)."""
     children = dict(module.named_children())
@@ -114,7 +123,7 @@ def _mlp(
         if len(down) != 1:
             raise refusal(module, model_type, f"has {len(down)} row-parallel linears beside {name}: {NAMES_ROWS}")
         width = down[0].in_features
-        start, stop = split_width(width, size, rank)
+        start, stop = split_width(width, size, rank, multiples)
         if name in rows:
             specs[f"{name}.weight"], specs[f"{name}.bias"] = SliceSpec(1, ((start, stop),)), WHOLE
             continue
@@ -135,28 +144,52 @@ def beside_attention(layer: nn.Module, attention: str) -> Iterator[tuple[str, nn
             yield name, module
 
 
+def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """The linears of a decoder layer outside its attention, as parent and name; routers are none of them."""
+    found: list[tuple[nn.Module, str]] = []
+    for name, child in layer.named_children():
+        if isinstance(child, nn.Linear):
+            if name not in ROUTERS:
+                found.append((layer, name))
+        elif "Attention" not in type(child).__name__:
+            found += feed_forward_linears(child)
+    return found
+
+
 def feed_forward_specs(
-    module: nn.Module, model_type: str, rows: frozenset[str], rank: int, size: int, *, holds_attention: bool
+    module: nn.Module,
+    model_type: str,
+    rows: frozenset[str],
+    rank: int,
+    size: int,
+    *,
+    holds_attention: bool,
+    multiples: Sequence[int] = (),
 ) -> dict[str, SliceSpec]:
     """Parts of one module's own linears or experts, by their names inside it; none where it has neither.
 
-    `rows` are the names of linears that are cut along their inputs; the module may be a layer that `holds_attention`. A
-    ValueError says what cannot be cut.
+    `rows` are the names of linears that are cut along their inputs; the module may be a layer that `holds_attention`.
+    `multiples` are as in `plan_placement`. A ValueError says what cannot be cut.
     """
     if is_experts(module):
-        return _experts(module, model_type, rank, size)
-    return _mlp(module, model_type, rows, rank, size, holds_attention=holds_attention)
+        return _experts(module, model_type, rank, size, multiples)
+    return _mlp(module, model_type, rows, rank, size, multiples, holds_attention=holds_attention)
 
 
 def plan_placement(
-    model: PreTrainedModel, head_map: HeadMap, tp_rank: int, policy: InjectionPolicy | None = None
+    model: PreTrainedModel,
+    head_map: HeadMap,
+    tp_rank: int,
+    policy: InjectionPolicy | None = None,
+    multiples: Sequence[int] = (),
 ) -> dict[str, SliceSpec]:
     """The part of every parameter, by its name (tied ones included), that `tp_rank` keeps.
 
     Attention is cut by `head_map`, MLPs and every expert along their width; embeddings, norms, routers and the output
     head are kept whole. Of the whole model only names and shapes are looked at, so it may be on the meta device.
-    `policy` names the linears that are cut along their inputs, where AutoTP does not find them. An architecture with
-    something that would be wrong when cut is a `ValueError`.
+    `policy` names the linears that are cut along their inputs, where AutoTP does not find them. Widths are cut at
+    `multiples` of which weights' blocks are made, the first that does. An architecture with something that would be
+    wrong when cut is a `ValueError`.
     """
     placement = {name: WHOLE for name, _ in model.named_parameters(remove_duplicate=False)}
     size = head_map.tp_size
@@ -173,7 +206,9 @@ def plan_placement(
         found = {f"{attention_name}.{name}": spec for name, spec in cut.items()}
         for name, module in beside_attention(layer, attention_name):
             inside = f"{name}." if name else ""
-            parts = feed_forward_specs(module, model_type, rows, tp_rank, size, holds_attention=not name)
+            parts = feed_forward_specs(
+                module, model_type, rows, tp_rank, size, holds_attention=not name, multiples=multiples
+            )
             found |= {inside + child: spec for child, spec in parts.items()}
         for name, parameter in layer.named_parameters():
             if name not in found and parameter.ndim > 1 and name.split(".")[-2] not in ROUTERS:

@@ -66,17 +66,18 @@ def blocks(indices: Iterable[int], width: int, offset: int = 0) -> Ranges:
     return joined((offset + index * width, offset + (index + 1) * width) for index in indices)
 
 
-def split_width(width: int, parts: int, part: int) -> tuple[int, int]:
+def split_width(width: int, parts: int, part: int, multiples: Sequence[int] = ()) -> tuple[int, int]:
     """The range of `part` when an MLP's `width` is divided; the remainder goes to the first ranks.
 
-    Ranges begin at multiples of 8 where the width allows it: grouped matrix products want rows aligned to 16 bytes.
+    Ranges begin at the first of the `multiples` that the width allows, else at multiples of 8 where it allows that:
+    grouped matrix products want rows aligned to 16 bytes.
     """
     if width < parts:
         raise CombinationError(
             "whole",
             f"tensor_parallel.tp_size = {parts} is more than an MLP width of {width}; use {width} or less",
         )
-    unit = next(u for u in (8, 4, 2, 1) if width % u == 0 and width >= u * parts)
+    unit = next(u for u in (*multiples, 8, 4, 2, 1) if width % u == 0 and width >= u * parts)
     share, remainder = divmod(width // unit, parts)
     start = part * share + min(part, remainder)
     stop = start + share + (part < remainder)

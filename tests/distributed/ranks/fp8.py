@@ -27,7 +27,7 @@ def answer(family: str, mesh: str, offload: dict[str, Any]) -> tuple[list[Any], 
     cp, tp = (int(part) for part in mesh.split("x"))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.float32)
-    section = {"context_parallel": {"size": cp}, "feed_forward": "fp8", "offload": offload}
+    section = {"context_parallel": {"size": cp}, "weights": {"format": "fp8"}, "offload": offload}
     settings = {"dtype": "fp32", "tensor_parallel": {"tp_size": tp}, "megakv": section}
     with megakv.init_inference(model, settings) as engine:
         ids = torch.randint(3, 190, (3, 29), generator=torch.Generator().manual_seed(5))

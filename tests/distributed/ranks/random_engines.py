@@ -172,7 +172,7 @@ def run(case: Case, before: list[Action], wanted: list[Answer] | str, folder: Pa
         line |= {f"{name} of the second engine": second[name] for name in ("tie", "failure") if name in second}
         other.destroy()
     engine.destroy()
-    kept = case.section.get("feed_forward") != "fp8" and not case.section.get("offload", {}).get("weights")
+    kept = not case.section.get("weights") and not case.section.get("offload", {}).get("weights")
     whole = case.source == "module" and case.sizes[1] == 1 and kept
     if whole:
         action = {"do": "forward", "rows": [9, 14], "side": "left", "spare": 0, "seed": case.seed}

@@ -114,7 +114,10 @@ def test_deprecated_spelling_of_tp_size() -> None:
         ({"tensor_parallel": {"tp_siz": "auto"}}, "config: tensor_parallel.tp_siz = 'auto': unknown key"),
         ({"dtype": "int8"}, "dtype = torch.int8: allowed: fp32, bf16, fp16"),
         ({"dtype": "fp33"}, "dtype = 'fp33': allowed: 'fp32', 'bf16' or 'fp16', or null"),
-        ({"dtype": "fp8"}, "dtype = 'fp8': allowed: 'fp32', .*; 8-bit weights are megakv.feed_forward = 'fp8'"),
+        (
+            {"dtype": "fp8"},
+            "dtype = 'fp8': allowed: 'fp32', .*; weights of 8 bits are megakv.weights.format = 'int8'",
+        ),
         ({"dtype": ["fp32"]}, "allowed: 'fp32', 'bf16' or 'fp16'"),
         (
             {"injection_policy": {"Layer": 5}},

@@ -18,7 +18,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "offload": {"offload": {"enabled": True, "host_gb": 0.05, "page_kib": 8}},
     "weights": {"offload": {"enabled": True, "host_gb": 0.05, "page_kib": 8, "weights": True}},
     "fairkv": {"fairkv": {"method": "snapkv", "budget": 0.4, "window": 8, "min_tokens": 32}},
-    "fp8": {"feed_forward": "fp8"},
+    "fp8": {"weights": {"format": "fp8"}},
 }
 
 

@@ -41,8 +41,8 @@ def offloaded(alone: None) -> Iterator[Callable[..., Any]]:
     """A function that makes an engine with keys and values offloaded; settings beside ``enabled`` by name."""
     engines = []
 
-    def make(model: Any, feed_forward: str = "dtype", **settings: Any) -> Any:
-        section = {"feed_forward": feed_forward, "offload": {**SETTINGS, **settings}}
+    def make(model: Any, form: str = "as_stored", **settings: Any) -> Any:
+        section = {"weights": {"format": form}, "offload": {**SETTINGS, **settings}}
         engine = megakv.init_inference(model, {"dtype": "fp32", "megakv": section})
         engines.append(engine)
         return engine

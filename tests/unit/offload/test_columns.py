@@ -128,7 +128,7 @@ def test_weights_come_once_a_step_and_only_layers_are_buffered(
 def test_fp8_weights_come_with_their_scales(name: str, weights: Any, offloaded: Any, tmp_path: Any) -> None:
     model = plain_model(name)
     ids, mask = ragged(4)
-    resident = offloaded(copy.deepcopy(model), enabled=False, feed_forward="fp8")
+    resident = offloaded(copy.deepcopy(model), enabled=False, form="fp8")
     expected = generate(resident, ids, mask, max_new_tokens=4)
     held = [p.nbytes for p in resident.module.model.layers.parameters() if p.ndim > 1]
     places = {"disk_gb": 0.02, "disk_path": str(tmp_path), "emulated_link_gb_s": SLOW_GB_S}

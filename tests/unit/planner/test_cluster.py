@@ -266,7 +266,7 @@ def test_configurations_can_be_read(fit: Fit) -> None:
     offload = config.megakv.offload
     assert (offload.enabled, bool(offload.weights), offload.groups) == (fit.offload, fit.weights, fit.groups)
     assert offload.objective == "latency"
-    assert config.megakv.feed_forward == ("fp8" if fit.fp8 else "dtype")
+    assert config.megakv.weights.format == ("fp8" if fit.fp8 else "as_stored")
     assert config.megakv.fairkv.budget == (fit.kept_share if fit.kept_share < 1 else None)
 
 

@@ -74,11 +74,11 @@ def test_fp8_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -
     offload = {"enabled": True, "weights": True, "host_gb": 0.05}
     for rank in range(2):
         loaded = build_model(
-            folder, dtype=torch.bfloat16, load="random", feed_forward="fp8", tp_rank=rank, tp_size=2,
+            folder, dtype=torch.bfloat16, load="random", weights="fp8", tp_rank=rank, tp_size=2,
             all_reduce=lambda t: t, offload=OffloadConfig(**offload),
         )  # fmt: skip
         resident, offloaded = (
-            dry_run(folder, settings(tp=2, feed_forward="fp8", **more), context=9).ranks[rank]
+            dry_run(folder, settings(tp=2, weights={"format": "fp8"}, **more), context=9).ranks[rank]
             for more in ({}, {"offload": offload})
         )
         assert resident.weight_bytes == loaded.bytes_kept

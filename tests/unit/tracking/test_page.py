@@ -168,11 +168,12 @@ def test_a_page_says_what_ran_and_explains_its_words(report: RunReport) -> None:
 def test_what_ran_is_known_of_other_kinds_of_runs() -> None:
     plain = random_report(random.Random(2), cp=1, tp=2)
     plain.methods = {"prefill": {"pass_kv": 3}}
-    plain.config = {"megakv": {"fairkv": {"method": "snapkv", "budget": 0.25}, "feed_forward": "fp8"}, "dtype": "x"}
+    section = {"fairkv": {"method": "snapkv", "budget": 0.25}, "weights": {"format": "fp8"}}
+    plain.config = {"megakv": section, "dtype": "x"}
     assert methods(plain) == {
         "prefill": "tensor parallelism alone",
         "keys and values": "compressed by snapkv, budget 0.25 (lossy)",
-        "weights": "feed-forward in FP8 (lossy)",
+        "weights": "fp8 (lossy)",
     }
     plain.config["megakv"]["fairkv"]["budget"] = 256.0
     assert methods(plain)["keys and values"] == "compressed by snapkv, budget 256 (lossy)"

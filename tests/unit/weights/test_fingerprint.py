@@ -17,7 +17,7 @@ from tests.quantised_modules import Scaled, rounded
 
 GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 2}
 OFFLOAD = {"offload": {"enabled": True, "host_gb": 0.05, "page_kib": 8, "weights": True}}
-FP8 = {"feed_forward": "fp8"}
+FP8 = {"weights": {"format": "fp8"}}
 
 
 @pytest.mark.usefixtures("alone")

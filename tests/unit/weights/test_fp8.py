@@ -9,9 +9,18 @@ from torch import Tensor, nn
 
 from megakv.engine.config import load_config
 from megakv.engine.loading import build_model
-from megakv.weights import fp8
-from megakv.weights.fp8 import FP8, Fp8Linear, check_device, cpu_product, quantise, quantise_rows, scaled_product
+from megakv.weights.formats import fp8
+from megakv.weights.formats.fp8 import (
+    FP8,
+    Fp8Linear,
+    check_device,
+    cpu_product,
+    quantise,
+    quantise_rows,
+    scaled_product,
+)
 from megakv.weights.tensor_parallel import RowParallelLinear
+from tests.families import FAMILIES
 
 # A float8_e4m3fn is off by 2.6% of itself (root mean square), a product of two by 3.7%.
 LINEAR_BOUND = 0.042
@@ -141,6 +150,7 @@ def test_row_parallel_sums_before_the_bias() -> None:
 
 def test_devices_that_cannot_are_refused_before_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_device(torch.device("cpu"))
+    FAMILIES["llama"]().save_pretrained(tmp_path)
     right = fp8.cpu_product
 
     def absent(*args: Any) -> Tensor:
@@ -148,9 +158,9 @@ def test_devices_that_cannot_are_refused_before_loading(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(fp8, "cpu_product", absent)
     with pytest.raises(ValueError, match=r"cannot be used on cpu: torch .* has no FP8 products there \(Could not run"):
-        build_model(tmp_path, dtype=None, feed_forward="fp8", all_reduce=unused)
+        build_model(tmp_path, dtype=None, weights="fp8", all_reduce=unused)
     monkeypatch.setattr(fp8, "cpu_product", lambda *args: right(*args) * 1.05)
-    with pytest.raises(ValueError, match=r"torch .* computes FP8 products wrong there, by 5.0e-02; use 'dtype'"):
+    with pytest.raises(ValueError, match=r"torch .* computes FP8 products wrong there, by 5.0e-02; leave it out"):
         check_device(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
@@ -159,10 +169,10 @@ def test_devices_that_cannot_are_refused_before_loading(tmp_path: Path, monkeypa
 
 
 def test_setting() -> None:
-    assert load_config().megakv.feed_forward == "dtype"
-    assert load_config({"megakv": {"feed_forward": "fp8"}}).megakv.feed_forward == "fp8"
-    with pytest.raises(ValueError, match=r"megakv.feed_forward = 'int4': allowed: 'dtype' or 'fp8'"):
-        load_config({"megakv": {"feed_forward": "int4"}})
+    assert load_config().megakv.weights.format == "as_stored"
+    assert load_config({"megakv": {"weights": {"format": "fp8"}}}).megakv.weights.format == "fp8"
+    with pytest.raises(ValueError, match=r"megakv.weights.format = 'int4': allowed: 'as_stored', .*'fp8'"):
+        load_config({"megakv": {"weights": {"format": "int4"}}})
 
 
 def test_values_of_the_format_are_exact() -> None:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from megakv.engine import loading
 from megakv.engine.loading import build_model
 from megakv.weights.checkpoint import CheckpointWeights
-from megakv.weights.fp8 import FP8, Fp8Linear, feed_forward_linears, quantise_rows
+from megakv.weights.formats.fp8 import FP8, Fp8Format, Fp8Linear, feed_forward_linears, quantise_rows
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.placement.slices import SliceSpec, split_width
 from megakv.weights.sources import ModuleWeights, WeightSource
@@ -63,7 +62,7 @@ def logits(model: nn.Module, ids: Tensor) -> Tensor:
 def test_logits_of_families_stay_near(name: str, tmp_path: Path) -> None:
     whole = save(name, tmp_path)
     ids = torch.randint(1, VOCAB, (2, 64))
-    loaded = build_model(tmp_path, dtype=None, feed_forward="fp8", all_reduce=unused)
+    loaded = build_model(tmp_path, dtype=None, weights="fp8", all_reduce=unused)
     converted = [m for m in loaded.module.modules() if isinstance(m, Fp8Linear)]
     _, layers = decoder_layers(whole)
     linears = [getattr(*found) for layer in layers for found in feed_forward_linears(layer)]
@@ -81,9 +80,7 @@ def test_logits_of_families_stay_near(name: str, tmp_path: Path) -> None:
 def test_bytes_halve(tmp_path: Path) -> None:
     wide = llama(hidden_size=128, intermediate_size=512, head_dim=16)
     AutoModelForCausalLM.from_config(wide, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    plain, small = (
-        build_model(tmp_path, dtype=None, feed_forward=kind, all_reduce=unused) for kind in ("dtype", "fp8")
-    )
+    plain, small = (build_model(tmp_path, dtype=None, weights=kind, all_reduce=unused) for kind in ("as_stored", "fp8"))
     weights = 2 * 3 * 128 * 512
     scales = 2 * (512 + 512 + 128) * 4
     assert plain.bytes_kept - small.bytes_kept == weights * 2 - (weights + scales)
@@ -96,11 +93,11 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
     AutoModelForCausalLM.from_config(llama()).save_pretrained(tmp_path)
     copies: list[weakref.ref[Tensor]] = []
     read, most = 0, 0
-    quantise = loading.quantise
+    make = Fp8Format.make
 
-    def quantised(module: nn.Module, name: str, weight: Tensor, *homes: Any) -> None:
-        copies.append(weakref.ref(weight))
-        quantise(module, name, weight, *homes)
+    def making(self: Fp8Format, owners: Any, part: Tensor, homes: Any) -> None:
+        copies.append(weakref.ref(part))
+        make(self, owners, part, homes)
 
     def watch(source: type[WeightSource]) -> None:
         original = source.read
@@ -113,11 +110,11 @@ def test_no_unquantised_copy_is_ever_held(given: bool, tmp_path: Path, monkeypat
 
         monkeypatch.setattr(source, "read", reading)
 
-    monkeypatch.setattr(loading, "quantise", quantised)
+    monkeypatch.setattr(Fp8Format, "make", making)
     for source in (CheckpointWeights, ModuleWeights):
         watch(source)
     model = AutoModelForCausalLM.from_pretrained(tmp_path) if given else tmp_path
-    build_model(model, dtype=torch.bfloat16, feed_forward="fp8", all_reduce=unused)
+    build_model(model, dtype=torch.bfloat16, weights="fp8", all_reduce=unused)
     assert read == len(copies) == 6 and most == 0
     assert all(copy() is None for copy in copies)
 
@@ -127,8 +124,8 @@ def test_tensor_parallel_ranks_differ_by_rounding_only(name: str, tmp_path: Path
     whole = save(name, tmp_path)
     ids = torch.randint(1, VOCAB, (2, 33))
     exact = logits(whole, ids)
-    alone = logits(build_model(tmp_path, dtype=None, feed_forward="fp8", all_reduce=unused).module, ids)
-    shards = ThreadRanks(tmp_path, 2, feed_forward="fp8")
+    alone = logits(build_model(tmp_path, dtype=None, weights="fp8", all_reduce=unused).module, ids)
+    shards = ThreadRanks(tmp_path, 2, weights="fp8")
     first, second = shards.logits(ids)
     assert torch.equal(first, second)
     # A rank scales its own slice of the activations, so other values are rounded: another error of the same size.
@@ -142,8 +139,8 @@ def test_tensor_parallel_ranks_differ_by_rounding_only(name: str, tmp_path: Path
 
 def test_column_shards_hold_the_rows_of_the_whole(tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(llama(intermediate_size=96)).save_pretrained(tmp_path)
-    whole = build_model(tmp_path, dtype=None, feed_forward="fp8", all_reduce=unused).module.model.layers[1].mlp
-    parts = [rank.module.model.layers[1].mlp for rank in ThreadRanks(tmp_path, 2, feed_forward="fp8").ranks]
+    whole = build_model(tmp_path, dtype=None, weights="fp8", all_reduce=unused).module.model.layers[1].mlp
+    parts = [rank.module.model.layers[1].mlp for rank in ThreadRanks(tmp_path, 2, weights="fp8").ranks]
     for name in ("gate_proj", "up_proj"):
         joined = torch.cat([getattr(part, name).weight.float() for part in parts])
         assert torch.equal(joined, getattr(whole, name).weight.float())
@@ -155,13 +152,11 @@ def test_random_weights_are_quantised_too(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
     ids = torch.randint(1, VOCAB, (2, 21))
     plain, small = (
-        logits(
-            build_model(tmp_path, dtype=None, load="random", seed=3, feed_forward=kind, all_reduce=unused).module, ids
-        )
-        for kind in ("dtype", "fp8")
+        logits(build_model(tmp_path, dtype=None, load="random", seed=3, weights=kind, all_reduce=unused).module, ids)
+        for kind in ("as_stored", "fp8")
     )
     assert 1e-3 < rms_error(small, plain) < FAMILY_BOUND
-    for got in ThreadRanks(tmp_path, 2, load="random", seed=3, feed_forward="fp8").logits(ids):
+    for got in ThreadRanks(tmp_path, 2, load="random", seed=3, weights="fp8").logits(ids):
         assert rms_error(got, plain) < FAMILY_BOUND
 
 
@@ -172,7 +167,7 @@ def test_passkey_model_still_finds_its_numbers(monkeypatch: pytest.MonkeyPatch) 
     try:
         tokenizer = load_tokenizer()
         plain, small = (
-            build_model(MODEL_DIR, dtype=None, feed_forward=kind, all_reduce=unused).module for kind in ("dtype", "fp8")
+            build_model(MODEL_DIR, dtype=None, weights=kind, all_reduce=unused).module for kind in ("as_stored", "fp8")
         )
         correct = []
         for index in range(8):
@@ -220,14 +215,14 @@ def experts_of_quantised(experts: Any, x: Tensor, index: Tensor, share: Tensor, 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_experts_are_those_of_their_quantised_weights(name: str, tmp_path: Path) -> None:
     whole = save(name, tmp_path)
-    loaded = build_model(tmp_path, dtype=None, feed_forward="fp8", all_reduce=unused)
+    loaded = build_model(tmp_path, dtype=None, weights="fp8", all_reduce=unused)
     old, new = whole.state_dict(), loaded.module.state_dict()
     in_fp8 = {key for key, tensor in new.items() if tensor.dtype == FP8}
     assert set(new) - set(old) == {f"{key}_scale" for key in in_fp8} and set(old) <= set(new)
     assert {key for key in old if key.endswith(("experts.gate_up_proj", "experts.down_proj"))} <= in_fp8
     assert all(torch.equal(new[key], old[key]) for key in old if key not in in_fp8)
     assert not any(part in key for key in in_fp8 for part in ("attn", "router", "mlp.gate.", "bias"))
-    shards = ThreadRanks(tmp_path, 2, feed_forward="fp8")
+    shards = ThreadRanks(tmp_path, 2, weights="fp8")
     layer = whole.config.num_hidden_layers - 1
     experts = whole.model.layers[layer].mlp.experts
     # One is chosen by nobody, another by nearly all.
@@ -251,11 +246,11 @@ def test_experts_are_those_of_their_quantised_weights(name: str, tmp_path: Path)
 def test_experts_that_are_stored_otherwise_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(FAMILIES["mixtral"]())
     model.model.layers[1].mlp.experts.has_gate = False
-    with pytest.raises(ValueError, match=r"feed_forward = 'fp8' .*'mixtral': MixtralExperts stores.*use 'dtype'"):
-        build_model(model, dtype=None, feed_forward="fp8", all_reduce=unused)
+    with pytest.raises(ValueError, match=r"weights.format = 'fp8' .*'mixtral': MixtralExperts stores.*leave it out"):
+        build_model(model, dtype=None, weights="fp8", all_reduce=unused)
 
 
 def test_layers_without_linears_are_refused() -> None:
     model = AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_head=2, n_layer=1, vocab_size=50))
-    with pytest.raises(ValueError, match="'gpt2': GPT2Block has no linear outside its attention; use 'dtype'"):
-        build_model(model, dtype=None, feed_forward="fp8", all_reduce=unused)
+    with pytest.raises(ValueError, match="'gpt2': GPT2Block has no linear outside its attention; leave it out"):
+        build_model(model, dtype=None, weights="fp8", all_reduce=unused)

@@ -6,6 +6,7 @@ from accelerate import init_empty_weights
 
 from megakv.engine.loading import empty_model
 from megakv.planner.dry_run.share import WholeModel
+from megakv.weights.formats import choose_format
 from megakv.weights.placement import (
     HeadGroup,
     HeadMap,
@@ -141,7 +142,7 @@ def test_a_policy_places_what_autotp_does_not_know(policy: InjectionPolicy, size
     model = unfamiliar_model()
     layers, heads, kv_heads = head_counts(model.config)
     whole = WholeModel.plan(model, torch.float32, contiguous_head_map(layers, heads, kv_heads, size), policy)
-    assert whole.cut == 7 * layers and len(whole.shares(5, fp8=False)) == size
+    assert whole.cut == 7 * layers and len(whole.shares(5, weights=choose_format("as_stored"))) == size
     keys = [placement["model.layers.1.mixer.offer.weight"].size for placement in whole.placements]
     queries = [placement["model.layers.1.mixer.ask.weight"].size for placement in whole.placements]
     assert keys == [max(64 // size, 16)] * size and queries == [128 // size] * size

@@ -74,7 +74,7 @@ def test_latents_that_they_expand_themselves() -> None:
 def test_what_would_cut_them_is_refused_by_name(way: str) -> None:
     settings: dict[str, dict[str, Any]] = {
         "tensor_parallel.tp_size = 2": {"tp_size": 2, "tp_rank": 1},
-        "megakv.feed_forward = 'fp8'": {"feed_forward": "fp8"},
+        "megakv.weights.format = 'fp8'": {"weights": "fp8"},
         "megakv.offload.weights = true": {"offload": OffloadConfig(enabled=True, host_gb=1, weights=True)},
         "dtype = torch.bfloat16": {"dtype": torch.bfloat16},
     }

@@ -12,10 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.base.errors import CombinationError
-from megakv.weights.placement.plan import EXPERT_WEIGHTS, ROUTERS, decoder_layers, is_experts, unknown_experts
+from megakv.weights.formats.format import LoadRequest, Owner, WeightFormat
+from megakv.weights.placement.plan import (
+    EXPERT_WEIGHTS,
+    decoder_layers,
+    feed_forward_linears,
+    is_experts,
+    unknown_experts,
+)
 from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 
 FP8 = torch.float8_e4m3fn
@@ -197,18 +204,6 @@ class Fp8Experts:
         return out if bias is None else out + bias[expert]
 
 
-def feed_forward_linears(layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """The linears of a decoder layer outside its attention, as parent and name; routers are none of them."""
-    found: list[tuple[nn.Module, str]] = []
-    for name, child in layer.named_children():
-        if isinstance(child, nn.Linear):
-            if name not in ROUTERS:
-                found.append((layer, name))
-        elif "Attention" not in type(child).__name__:
-            found += feed_forward_linears(child)
-    return found
-
-
 def use_fp8(model: PreTrainedModel) -> dict[str, torch.dtype]:
     """Let the weights of every decoder layer's feed-forward, its linears and experts, be FP8, without memory yet.
 
@@ -240,7 +235,8 @@ def use_fp8(model: PreTrainedModel) -> dict[str, torch.dtype]:
 
 def _refusal(model: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
-        f"megakv.feed_forward = 'fp8' is not supported for model type {model.config.model_type!r}: {why}; use 'dtype'"
+        f"megakv.weights.format = 'fp8' is not supported for model type {model.config.model_type!r}: {why}; leave it "
+        "out"
     )
 
 
@@ -259,7 +255,7 @@ def check_device(device: torch.device) -> None:
             problem = f"torch {torch.__version__} has no FP8 products there ({failure})"
     if problem:
         raise CombinationError(
-            "machine", f"megakv.feed_forward = 'fp8' cannot be used on {device}: {problem}; use 'dtype'"
+            "machine", f"megakv.weights.format = 'fp8' cannot be used on {device}: {problem}; leave it out"
         )
 
 
@@ -272,3 +268,27 @@ def _error(device: torch.device) -> float:
     values, scales = quantise_rows(x)
     exact = (values.double() * scales) @ (linear.weight.double() * linear.weight_scale.t()).t()
     return float((linear(x).double() - exact[:, :40]).abs().max() / exact.abs().max())
+
+
+class Fp8Format(WeightFormat):
+    """Feed-forward weights, experts among them, in row-wise FP8, made of plain ones as they are read."""
+
+    name = "fp8"
+    at_load = True
+    loses = "weights of feed-forward layers and their inputs are rounded to 8-bit floats"
+
+    def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
+        check_device(request.device)
+
+    def prepare(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
+        types = use_fp8(model)
+        self.made = {name: (name, name + SCALE) for name, dtype in types.items() if dtype == FP8}
+        return types
+
+    def make(self, owners: Sequence[Owner], part: Tensor, homes: Sequence[Tensor | None]) -> None:
+        for module, leaf in owners:
+            quantise(module, leaf, part, homes)
+
+    def contents(self, tp_size: int) -> dict[str, str]:
+        # Ranks quantise their own parts of a row: other parts are other weights.
+        return {"feed-forward": f"fp8 by {tp_size}"}

@@ -1,0 +1,65 @@
+"""How weights are stored: one file a format, one line of the registry."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import PreTrainedConfig
+
+from megakv.base.registry import Registry
+from megakv.weights.formats.format import LoadRequest, WeightFormat
+
+AS_STORED = "as_stored"
+"""The setting of whoever takes weights in the form in which they come."""
+PLAIN = "plain"
+FORMATS: Registry[type[WeightFormat]] = Registry(
+    "weight format",
+    {
+        "fp8": "megakv.weights.formats.fp8:Fp8Format",
+        # The last one takes what no other has recognised.
+        PLAIN: "megakv.weights.formats.plain:PlainFormat",
+    },
+)
+
+
+def settings() -> tuple[str, ...]:
+    """Values of ``megakv.weights.format``."""
+    return (AS_STORED, *(name for name, kind in FORMATS.items() if kind.at_load))
+
+
+def check_plain(config: PreTrainedConfig) -> None:
+    """Refuse a config of quantised weights that no format has recognised."""
+    configs = (config, config.get_text_config())
+    quantised = next((found for each in configs if (found := getattr(each, "quantization_config", None))), None)
+    if quantised is not None:
+        method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
+        raise ValueError(
+            f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
+            "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
+        )
+
+
+def choose_format(setting: str, directory: Path | None = None, config: PreTrainedConfig | None = None) -> WeightFormat:
+    """The format of a model's weights on its ranks: that of its folder, or the one that plain weights are to take.
+
+    Without a `directory` weights are plain: those of a module, or random ones. A ValueError where a setting would
+    quantise what is quantised already.
+    """
+    stored = FORMATS[PLAIN]
+    if directory is not None and config is not None:
+        kinds = (kind for kind in FORMATS.values() if not kind.at_load)
+        stored = next(kind for kind in kinds if kind.recognises(directory, config))
+    if stored is FORMATS[PLAIN] and config is not None:
+        check_plain(config)
+    if setting == AS_STORED:
+        return stored(directory)
+    chosen = FORMATS[setting](directory)
+    if (held := stored(directory).quantised) is not None:
+        raise ValueError(
+            f"megakv.weights.format = {setting!r}: {directory} holds quantised weights already ({held}); leave it out, "
+            f"or give {AS_STORED!r}"
+        )
+    return chosen
+
+
+__all__ = ["AS_STORED", "FORMATS", "LoadRequest", "WeightFormat", "choose_format", "settings"]
