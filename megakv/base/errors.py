@@ -35,7 +35,6 @@ EXTRAS = {
     "plan": ("scipy",),
     "report": ("matplotlib",),
     "gguf": ("gguf",),
-    "quantised": ("bitsandbytes", "compressed_tensors", "torchao"),
 }
 """Packages of each extra, by the names that they are imported by; ``all`` brings every one."""
 

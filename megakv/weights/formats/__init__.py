@@ -16,6 +16,12 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
     "weight format",
     {
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
+        "fp8_blocks": "megakv.weights.formats.fp8_blocks:Fp8BlocksFormat",
+        "mxfp4": "megakv.weights.formats.mxfp4:Mxfp4Format",
+        "gptq": "megakv.weights.formats.packed_integers:GptqFormat",
+        "awq": "megakv.weights.formats.packed_integers:AwqFormat",
+        "compressed_tensors": "megakv.weights.formats.compressed_tensors:CompressedTensorsFormat",
+        "transformers": "megakv.weights.formats.transformers:TransformersFormat",
         # The last one takes what no other has recognised.
         PLAIN: "megakv.weights.formats.plain:PlainFormat",
     },
@@ -28,15 +34,13 @@ def settings() -> tuple[str, ...]:
 
 
 def check_plain(config: PreTrainedConfig) -> None:
-    """Refuse a config of quantised weights that no format has recognised."""
-    configs = (config, config.get_text_config())
-    quantised = next((found for each in configs if (found := getattr(each, "quantization_config", None))), None)
-    if quantised is not None:
-        method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
-        raise ValueError(
-            f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
-            "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
-        )
+    """Refuse random weights for a config of quantised ones."""
+    for each in (config, config.get_text_config()):
+        if getattr(each, "quantization_config", None) is not None:
+            raise ValueError(
+                f"megakv.load = 'random' makes plain weights, but config.json of model type {config.model_type!r} "
+                "has a quantization_config: remove that from it"
+            )
 
 
 def choose_format(setting: str, directory: Path | None = None, config: PreTrainedConfig | None = None) -> WeightFormat:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megakv.base.errors import require_extra
+from megakv.base.errors import MegaKVError
 from megakv.weights.formats.unpacked import Parts, UnpackedFormat, quantization_of
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges, SliceSpec
@@ -38,7 +38,10 @@ class CompressedTensorsFormat(UnpackedFormat):
 
     def configure(self, values: Mapping[str, Any]) -> None:
         if find_spec(self.name) is None:
-            require_extra("quantised", f"a checkpoint of {self.method}")
+            raise MegaKVError(
+                f"quantization_config.quant_method = {self.method!r} needs the package of that name, which is not "
+                f"installed: pip install {self.method}"
+            )
         from compressed_tensors.quantization import QuantizationConfig
 
         known = {key: values[key] for key in ("config_groups", "ignore", "format") if key in values}

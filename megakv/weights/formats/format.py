@@ -61,6 +61,11 @@ class WeightFormat:
         """The types that stored weights are quantised in, as a user knows them; None for plain ones."""
         return None
 
+    @property
+    def note(self) -> str:
+        """What a user should know of a load that goes well; empty where there is nothing."""
+        return ""
+
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         """Refuse what cannot be, by the name of the setting."""
 

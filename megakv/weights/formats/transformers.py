@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
 
-from megakv.base.errors import CombinationError, MegaKVError
+from megakv.base.errors import MegaKVError
 from megakv.weights.files import QUANTISED_TYPES, StoredTensors
 from megakv.weights.formats.format import LoadRequest, WeightFormat
 from megakv.weights.formats.quantizer_weights import QuantizerWeights
 from megakv.weights.formats.unpacked import quantization_of
-from megakv.weights.quantised import settle
+from megakv.weights.quantised import refuse_changes, settle
 
-logger = logging.getLogger(__name__)
+NOT_LOADED = ("hqq",)
+"""Methods whose quantizers quantise at load, but have no way to read what was saved."""
 
 
 class TransformersFormat(WeightFormat):
@@ -42,10 +40,25 @@ class TransformersFormat(WeightFormat):
     def quantised(self) -> str | None:
         return self._method or "by transformers"
 
+    @property
+    def note(self) -> str:
+        if self._method == "compressed-tensors":
+            return "compressed-tensors unpacks these weights when it starts: they take the memory of plain ones"
+        if getattr(self._quantizer, "quantization_config", None) and self._outliers():
+            return (
+                "bitsandbytes looks for outliers (llm_int8_threshold) among the tokens that are computed together: "
+                "tokens may be others where ranks share a prompt, or it is read in chunks"
+            )
+        return ""
+
+    def _outliers(self) -> bool:
+        config = self._quantizer.quantization_config
+        return bool(getattr(config, "load_in_8bit", False) and getattr(config, "llm_int8_threshold", 0.0))
+
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         values = quantization_of(config)
         self._method, self._device = values["quant_method"], request.device
-        refuse_cuts(f"the checkpoint, quantised by {self._method}", request)
+        refuse_changes(f"a checkpoint that is quantised by {self._method}, whose modules are not cut", request)
         self._quantizer = make_quantizer(values, request.device)
         if self.directory is not None:
             StoredTensors(self.directory, QUANTISED_TYPES)
@@ -69,39 +82,26 @@ class TransformersFormat(WeightFormat):
         settle(model, self._device)
 
 
-def refuse_cuts(what: str, request: LoadRequest) -> None:
-    """Refuse settings that would cut or move quantised weights, which stay as they are."""
-    refused = {
-        f"tensor_parallel.tp_size = {request.tp_size}": request.tp_size > 1,
-        "megakv.offload.weights = true": request.offloaded,
-    }
-    for setting, given in refused.items():
-        if given:
-            raise CombinationError(
-                "whole",
-                f"{setting} is not supported for {what}, whose modules are not cut: leave it out, and share the work by "
-                "megakv.context_parallel.size",
-            )
-
-
 def make_quantizer(values: Mapping[str, Any], device: torch.device) -> Any:
     """The quantizer of a quantization_config; what it lacks is named."""
+    # It imports the packages of all quantizers.
+    from transformers.quantizers.auto import AutoHfQuantizer
+
     method = values["quant_method"]
+    if method in NOT_LOADED:
+        raise ValueError(
+            f"quantization_config.quant_method = {method!r}: transformers {transformers.__version__} loads no such "
+            "checkpoint; load the module by that package, and give it to megakv.init_inference"
+        )
     try:
         quantizer: Any = AutoHfQuantizer.from_config(dict(values), pre_quantized=True)
         quantizer.validate_environment(device_map={"": device}, weights_only=True)
     except ImportError as error:
         raise MegaKVError(f"quantization_config.quant_method = {method!r}: {_line(error)}") from error
     except Exception as error:  # each quantizer's own checks raise what they like
-        known = "" if method in AUTO_QUANTIZER_MAPPING else f"; transformers knows {', '.join(AUTO_QUANTIZER_MAPPING)}"
         raise ValueError(
-            f"config.json: quantization_config of {method!r} cannot be used on {device.type}: {_line(error)}{known}"
+            f"config.json: quantization_config of {method!r} cannot be used on {device.type}: {_line(error)}"
         ) from error
-    if not quantizer.get_load_operations() and method in ("hqq",):
-        raise ValueError(
-            f"quantization_config.quant_method = {method!r}: transformers {transformers.__version__} loads no such "
-            "checkpoint; load the module by its package, and give that to init_inference"
-        )
     return quantizer
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -63,17 +62,21 @@ class UnpackedFormat(WeightFormat):
     scales: ClassVar[tuple[str, ...]]
     """Ends of tensors that must hold finite numbers."""
 
+    def __init__(self, directory: Path | None = None):
+        super().__init__(directory)
+        self._stored: UnpackedTensors | None = None
+
     @classmethod
     def recognises(cls, directory: Path, config: PreTrainedConfig) -> bool:
         return quantization_of(config).get("quant_method") == cls.method
 
     @property
+    def note(self) -> str:
+        return f"{self.method} weights are unpacked as they are read, and take the memory of plain ones"
+
+    @property
     def quantised(self) -> str | None:
         return self.method
-
-    def __init__(self, directory: Path | None = None):
-        super().__init__(directory)
-        self._stored: UnpackedTensors | None = None
 
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         self.configure(quantization_of(config))
@@ -128,7 +131,7 @@ class UnpackedTensors(StoredTensors):
             return self._form.unpack(name, parts)
         except (ValueError, KeyError) as error:
             shapes = ", ".join(f"{keys[end]} {list(part.shape)}" for end, part in parts.items())
-            why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+            why = f"its {error.args[0] or 'weight'} is missing" if isinstance(error, KeyError) else str(error)
             raise MegaKVError(
                 f"{self.directory}: {name} cannot be unpacked as {self._form.method}: {why} (stored: {shapes}); fetch "
                 "the checkpoint again"
@@ -160,8 +163,3 @@ def in_chunks(rows: int, columns: int) -> Iterator[slice]:
     """Slices of rows that hold about `CHUNK` elements."""
     step = max(1, CHUNK // max(1, columns))
     return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
-
-
-def describe(values: Mapping[str, Any]) -> str:
-    """A quantization_config in one line."""
-    return json.dumps(dict(values), default=str)

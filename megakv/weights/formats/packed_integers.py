@@ -15,6 +15,8 @@ from megakv.weights.placement.slices import Ranges
 
 WORD = 32
 """Bits of the integers that numbers are packed in."""
+GPTQ_FORMS = {"gptq": 1, "gptq_v2": 0}
+"""What stored zeros lack of what they are."""
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 """At which place of its word AWQ keeps each of eight numbers."""
 
@@ -77,14 +79,20 @@ class PackedIntegersFormat(UnpackedFormat):
 
 
 class GptqFormat(PackedIntegersFormat):
-    """Numbers packed along inputs; groups may be out of order; zeros are stored less one."""
+    """Numbers packed along inputs; an input may be of any group."""
 
     name = "gptq"
     method = "gptq"
 
     def configure(self, values: Mapping[str, Any]) -> None:
         self.bits = whole_number(values, "bits", (2, 4, 8), 4)
-        self.offset = 0 if values.get("checkpoint_format") == "gptq_v2" else 1
+        form = values.get("checkpoint_format") or "gptq"
+        if form not in GPTQ_FORMS:
+            raise ValueError(
+                f"config.json: quantization_config.checkpoint_format = {form!r} is not supported; allowed: "
+                f"{' or '.join(map(repr, GPTQ_FORMS))}"
+            )
+        self.offset = GPTQ_FORMS[form]
 
 
 class AwqFormat(PackedIntegersFormat):
@@ -100,6 +108,6 @@ class AwqFormat(PackedIntegersFormat):
         version = str(values.get("version", "gemm")).lower()
         if version != "gemm":
             raise ValueError(
-                f"config.json: quantization_config.version = {version!r} is not supported; allowed: 'gemm', the form in "
-                "which AWQ models are published"
+                f"config.json: quantization_config.version = {version!r} is not supported; allowed: 'gemm', in which "
+                "AWQ models are published"
             )
