@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.base.errors import MegaKVError
@@ -90,7 +89,7 @@ def make_quantizer(values: Mapping[str, Any], device: torch.device) -> Any:
     method = values["quant_method"]
     if method in NOT_LOADED:
         raise ValueError(
-            f"quantization_config.quant_method = {method!r}: transformers {transformers.__version__} loads no such "
+            f"quantization_config.quant_method = {method!r}: transformers loads no such "
             "checkpoint; load the module by that package, and give it to megakv.init_inference"
         )
     try:

@@ -175,7 +175,7 @@ def test_a_config_that_quantises_plain_tensors(method: str, tmp_path: Path) -> N
     ("settings", "message"),
     [
         ({"quant_method": "nothing"}, "quantization_config of 'nothing' cannot be used on cpu: Unknown quantization"),
-        ({"quant_method": "hqq"}, "'hqq': transformers .* loads no such checkpoint; load the module by that package"),
+        ({"quant_method": "hqq"}, "'hqq': transformers loads no such checkpoint; load the module by that package"),
         ({"quant_method": "aqlm"}, "'aqlm': .*pip install"),
         ({"quant_method": "awq", "version": "gemv"}, "quantization_config.version = 'gemv' is not supported"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format = 'marlin' is not supported"),
