@@ -26,10 +26,15 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 @dataclass(frozen=True)
 class Weight:
-    """A linear, or some rows or columns of it: ``[out, in]``, whose rows may lie further apart, and ``[out]``."""
+    """A linear, or some rows or columns of it: ``[out, in]``, whose rows may lie further apart, and ``[out]``.
+
+    A weight in blocks, ``[out, bytes]``, is of the type that has the number `blocks` in GGML, and of so many `columns`.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    blocks: int = 0
+    columns: int = 0
 
 
 @dataclass(frozen=True)
@@ -69,12 +74,14 @@ class LayerWeights:
 class _Linear(ctypes.Structure):
     _fields_: ClassVar[list[tuple[str, Any]]] = [
         ("weight", ctypes.c_void_p), ("step", ctypes.c_int64), ("outputs", ctypes.c_int64),
-        ("columns", ctypes.c_int64), ("bias", ctypes.c_void_p), ("biases", ctypes.c_int64),
+        ("columns", ctypes.c_int64), ("bias", ctypes.c_void_p), ("biases", ctypes.c_int64), ("blocks", ctypes.c_int64),
     ]  # fmt: skip
 
     @classmethod
     def of(cls, part: Weight) -> _Linear:
-        return cls(part.weight.data_ptr(), part.weight.stride(0), *part.weight.shape, *located(part.bias))
+        weight, step = part.weight, part.weight.stride(0) * part.weight.element_size()
+        columns = part.columns if part.blocks else weight.shape[1]
+        return cls(weight.data_ptr(), step, len(weight), columns, *located(part.bias), part.blocks)
 
 
 class _Norm(ctypes.Structure):

@@ -31,11 +31,12 @@ class LinearKernel:
     """
 
     def __init__(self, path: Path):
-        self._call = ctypes.CDLL(str(path)).megakv_product
+        library = ctypes.CDLL(str(path))
         number, whole, pointer = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p
         table = pointer, whole, whole
-        self._call.argtypes = [number, number, *table, *table, whole, pointer, whole, number, pointer]
-        self._call.restype = ctypes.c_int
+        self._call, self._unpack = library.megakv_product, library.megakv_unpack
+        self._call.argtypes = [number, number, *table, *table, whole, pointer, whole, whole, number, pointer]
+        self._unpack.argtypes = [*table, whole, whole, number, pointer]
 
     @staticmethod
     def computes(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int | None = FEW_ROWS) -> bool:
@@ -43,29 +44,47 @@ class LinearKernel:
 
         It reads addresses, so what does not fit together must not come to it.
         """
+        fits = x.shape[-1] == weight.shape[-1] and x.dtype == weight.dtype
+        return fits and LinearKernel.reads(x, weight, bias, most_rows)
+
+    @staticmethod
+    def reads(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int | None) -> bool:
+        """The same of a weight in bytes, if its blocks are of as many columns as x has."""
         plain = type(x) is Tensor and type(weight) in (Tensor, nn.Parameter) and not torch.is_grad_enabled()
         if not plain or x.device.type != "cpu" or weight.device.type != "cpu" or weight.dim() != 2:
             return False
         outputs, columns = weight.shape
-        fits = x.shape[-1] == columns and x.dtype == weight.dtype and x.dtype in TYPES and weight.stride(1) == 1
         # One row for all, as `expand` gives, is none that it goes through.
-        fits = fits and (outputs < 2 or weight.stride(0) >= columns)
+        fits = x.dtype in TYPES and weight.stride(1) == 1 and (outputs < 2 or weight.stride(0) >= columns)
         if bias is not None:
             fits = fits and bias.dtype == x.dtype and bias.shape == (outputs,) and bias.stride(0) == 1
-        return fits and x.numel() > 0 and (most_rows is None or x.numel() <= most_rows * columns)
+        return fits and x.numel() > 0 and (most_rows is None or x.numel() <= most_rows * x.shape[-1])
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pairs: bool = False) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, pairs: bool = False, blocks: int = 0
+    ) -> Tensor:
         """``[..., out]`` of ``[..., in]`` and ``[out, in]``, whose rows may lie further apart, that it `computes`.
 
-        Many rows of bfloat16 are multiplied by `pairs`, which the processor must have.
+        Many rows of bfloat16 are multiplied by `pairs`, which the processor must have. A weight in bytes, which it
+        `reads`, is in `blocks` of the type that has this number in GGML.
         """
         (outputs, inputs), (*rows, columns) = weight.shape, x.shape
         x, out = x.contiguous(), x.new_empty((*rows, outputs))
         if code := self._call(
-            TYPES[x.dtype], pairs, x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(), weight.stride(0),
-            outputs, inputs, *located(bias), torch.get_num_threads(), out.data_ptr(),
+            TYPES[x.dtype], pairs, x.data_ptr(), x.numel() // columns, columns, weight.data_ptr(),
+            weight.stride(0) * weight.element_size(), outputs, columns if blocks else inputs, *located(bias), blocks,
+            torch.get_num_threads(), out.data_ptr(),
         ):  # fmt: skip
             raise fault(code, f"{x.numel()} elements in float32")
+        return out
+
+    def unpack(self, packed: Tensor, columns: int, blocks: int, out: Tensor) -> Tensor:
+        """Rows of bytes in such blocks, which may lie further apart, to ``[rows, columns]`` float32 that are there."""
+        assert out.shape == (len(packed), columns) and out.is_contiguous() and out.dtype == torch.float32
+        threads = torch.get_num_threads()
+        address, step = packed.data_ptr(), packed.stride(0)
+        if code := self._unpack(address, step, len(packed), columns, blocks, threads, out.data_ptr()):
+            raise fault(code, "rows of a weight")
         return out
 
 

@@ -9,9 +9,11 @@
 #include <algorithm>
 #include <omp.h>
 
+#include "blocks.h"
 #include "cells.h"
 #include "products.h"
 #include "rounding.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -22,9 +24,6 @@ constexpr int64_t SIDE = 4;
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
 // Rows beyond which lanes are outputs, in float32 and in pairs; and up to the first, inputs are never rounded to pairs.
 constexpr int64_t FEW = 6, FEW_PAIRS = 16;
-// Outputs, and cells of each, that are then made at a time.
-constexpr int64_t TILE_OUTPUTS = 2 * LANES;
-constexpr int64_t PIECE = 128;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
 // Rows, about, that meet all columns of a tile before others do, and cells of each that are made at a time: with them,
@@ -41,11 +40,14 @@ constexpr int64_t RUN = 128 * LANES;
 constexpr int64_t LEAST_WORK = 1 << 16;
 
 // total[r][i] = x[r] . weight[i] for R rows of x, `x_step` cells apart, and four of the weight, with so many columns; those
-// of x go on with zeros up to a multiple of a vector's. Meanwhile fetches what lies `ahead` elements further on, if
-// anything does.
-template <class T, int R, class Cell>
-void multiply(const Cell* x, int64_t x_step, const T* const weight[SIDE], int64_t columns, int64_t ahead, Four total[R]) {
+// of x go on with zeros up to a multiple of a vector's. Meanwhile fetches what lies `ahead` bytes further on, if anything
+// does.
+template <int R, class T, class Cell>
+void multiply_few(Plain<T>, const Cell* x, int64_t x_step, const uint8_t* const rows[SIDE], int64_t columns,
+                  int64_t ahead, Four total[R]) {
   constexpr int64_t EACH = LANES * NUMBERS<Cell>;
+  const T* weight[SIDE];
+  for (int i = 0; i < SIDE; ++i) weight[i] = (const T*)rows[i];
   const int64_t whole = columns / EACH * EACH;
   for (int r = 0; r < R; ++r) total[r] = Four{};
   for (int64_t first = 0; first < columns; first += RUN) {
@@ -62,7 +64,7 @@ void multiply(const Cell* x, int64_t x_step, const T* const weight[SIDE], int64_
     };
     for (int64_t d = first; d < last; d += EACH) {
       if (ahead && d * sizeof(T) % LINE_BYTES == 0)
-        for (int i = 0; i < SIDE; ++i) fetch(weight[i] + ahead + d, 1);
+        for (int i = 0; i < SIDE; ++i) fetch(rows[i] + ahead + d * sizeof(T), 1);
       add(d, [](const T* from) { return cells_of(from, Cell{}); });
     }
     if (first + RUN >= columns && whole < columns)
@@ -71,17 +73,52 @@ void multiply(const Cell* x, int64_t x_step, const T* const weight[SIDE], int64_
   }
 }
 
-// Rows of a weight, `step` elements apart, each of so many columns, and a bias where there is one.
+// The same of rows in blocks, each of which is unpacked once for all rows of x.
+template <int R, class K, class Cell>
+void multiply_few(K, const Cell* x, int64_t x_step, const uint8_t* const rows[SIDE], int64_t columns, int64_t ahead,
+                  Four total[R]) {
+  static_assert(RUN % STRETCH == 0);
+  float scale[SIDE][RUN / K::EACH + LANES], low[SIDE][RUN / K::EACH + LANES];
+  for (int r = 0; r < R; ++r) total[r] = Four{};
+  for (int64_t first = 0; first < columns; first += RUN) {
+    const int64_t last = std::min(first + RUN, columns);
+    int64_t at = bytes_of(K{}, first), fetched = at;
+    for (int i = 0; i < SIDE; ++i) K::scales(rows[i] + at, (int)((last - first) / K::ELEMENTS), scale[i], low[i]);
+    Floats sum[R][SIDE] = {};
+    const auto add = [&](int i, int64_t d, const uint8_t* block, int unit) __attribute__((always_inline)) {
+      const int64_t part = (d - first) / K::EACH;
+      each_weights<K>(block, unit, scale[i] + part, low[i] + part, [&](int e, Floats weights) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) sum[r][i] += load(x + r * x_step + d + unit + e) * weights;
+      });
+    };
+    for (int64_t d = first; d < last; d += K::ELEMENTS, at += K::BYTES) {
+      for (; ahead && fetched < at + K::BYTES; fetched += LINE_BYTES)
+        for (int i = 0; i < SIDE; ++i) fetch(rows[i] + ahead + fetched, 1);
+      for (int unit = 0; unit < K::ELEMENTS; unit += K::UNIT)
+#pragma GCC unroll 4
+        for (int i = 0; i < SIDE; ++i) add(i, d, rows[i] + at, unit);
+    }
+    for (int r = 0; r < R; ++r) total[r] += sums(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
+  }
+}
+
+// Rows of a weight, `step` bytes apart, each of so many columns, and a bias where there is one; plain, or in blocks of a
+// kind (see `with_kind`).
 struct Linear {
   const void* weight;
   int64_t step, outputs, columns;
   const void* bias;
-  int64_t biases;
+  int64_t biases, kind;
 
-  // Whether it is for inputs of so many columns.
-  void check(int64_t inputs) const {
-    require(outputs >= 0 && columns == inputs && (outputs < 2 || step >= columns), Fault::WEIGHTS);
-    require(!bias || biases == outputs, Fault::WEIGHTS);
+  // Whether it is for inputs of so many columns of a type.
+  template <class T> void check(int64_t inputs, T) const {
+    require(outputs >= 0 && columns == inputs && (!bias || biases == outputs), Fault::WEIGHTS);
+    const bool known = with_kind<T>(kind, [&](auto own) {
+      const int64_t row = bytes_of(own, columns);
+      require(whole_blocks(own, columns) && (outputs < 2 || step >= row), Fault::WEIGHTS);
+    });
+    require(known, Fault::WEIGHTS);
   }
 };
 
@@ -191,8 +228,8 @@ template <class T> class Product {
  public:
   // The product goes to out [rows, out_step], whose first column is the output `origin`.
   Product(const Inputs& x, const Linear& linear, T* out, int64_t out_step, int64_t origin = 0)
-      : x(x), weight((const T*)linear.weight), bias((const T*)linear.bias), step(linear.step), outputs(linear.outputs),
-        out(out), out_step(out_step), origin(origin) {}
+      : x(x), weight((const uint8_t*)linear.weight), bias((const T*)linear.bias), kind(linear.kind), step(linear.step),
+        outputs(linear.outputs), out(out), out_step(out_step), origin(origin) {}
 
   // Outputs that are computed side by side.
   static int64_t block(const Inputs& x) { return x.many() ? TILE_OUTPUTS : SIDE; }
@@ -206,50 +243,53 @@ template <class T> class Product {
   // Those of some blocks and rows: of few rows all.
   void compute(int64_t first, int64_t last, Span rows, float* memory) const {
     const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
-    with_cell<T>(x.pairs, [&](auto cell) {
-      typedef decltype(cell) Cell;
-      x.many() ? compute_many<Cell>(begin, end, rows, memory) : compute_few<Cell>(begin, end);
+    with_kind<T>(kind, [&](auto weights) {
+      if (x.many()) return with_cell<T>(x.pairs, [&](auto cell) { compute_many(weights, cell, begin, end, rows, memory); });
+      if constexpr (std::is_same_v<decltype(weights), Plain<T>>)
+        with_cell<T>(x.pairs, [&](auto cell) { compute_few(weights, cell, begin, end); });
+      else  // not rounded where they need not be
+        compute_few(weights, float{}, begin, end);
     });
   }
 
  private:
-  // Elements of a line of the cache.
-  static constexpr int64_t LINE = LINE_BYTES / sizeof(T);
-
   const Inputs& x;
-  const T *weight, *bias;
-  int64_t step, outputs;
+  const uint8_t* weight;
+  const T* bias;
+  int64_t kind, step, outputs;
   T* out;
   int64_t out_step, origin;
 
-  template <class Cell> void compute_few(int64_t begin, int64_t end) const {
+  template <class K, class Cell> void compute_few(K kind, Cell, int64_t begin, int64_t end) const {
     for (int64_t at = begin; at < end; at += SIDE) {
-      const T* side[SIDE];
+      const uint8_t* side[SIDE];
       // Beyond the last row that one is taken again.
       for (int i = 0; i < SIDE; ++i) side[i] = weight + std::min(at + i, end - 1) * step;
       int64_t ahead = at + 2 * SIDE <= end ? SIDE * step : 0;
       for (int64_t row = 0; row < x.rows; ahead = 0) {
         const int64_t left = x.rows - row, parts = (left + MOST_ROWS - 1) / MOST_ROWS;
         const int64_t now = (left + parts - 1) / parts;
-        few<MOST_ROWS, Cell>(now, row, side, at, end, ahead);
+        few<MOST_ROWS, Cell>(kind, now, row, side, at, end, ahead);
         row += now;
       }
     }
   }
 
   // The products of so many rows, R at most.
-  template <int R, class Cell>
-  void few(int64_t rows, int64_t row, const T* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+  template <int R, class Cell, class K>
+  void few(K kind, int64_t rows, int64_t row, const uint8_t* const side[SIDE], int64_t at, int64_t end,
+           int64_t ahead) const {
     if constexpr (R > 1)
-      if (rows < R) return few<R - 1, Cell>(rows, row, side, at, end, ahead);
+      if (rows < R) return few<R - 1, Cell>(kind, rows, row, side, at, end, ahead);
     Four total[R];
-    multiply<T, R>(x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
+    multiply_few<R>(kind, x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
     for (int r = 0; r < R; ++r)
       for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
         out[(row + r) * out_step + i - origin] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
   }
 
-  template <class Cell> void compute_many(int64_t begin, int64_t end, Span rows, float* memory) const {
+  template <class K, class Cell>
+  void compute_many(K kind, Cell, int64_t begin, int64_t end, Span rows, float* memory) const {
     constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>, BLOCK = BLOCK_CELLS * NUMBERS<Cell>;
     // Of few rows cells are needed once.
     const int64_t parts = (rows.count() + ROWS_BLOCK / 2) / ROWS_BLOCK;
@@ -267,13 +307,14 @@ template <class T> class Product {
           for (int64_t at = from, i = 0; at < stop; at += TILE_OUTPUTS, ++i)
             for (int64_t d = first; d < std::min(first + BLOCK, x.columns); d += COLUMNS) {
               const int64_t length = std::min(COLUMNS, std::min(first + BLOCK, x.columns) - d);
-              const T* const weights = weight + at * step + d;
+              const uint8_t* const weights = weight + at * step;
               Cell* const own = (Cell*)memory + i * held + (again ? (d - first) / NUMBERS<Cell> * TILE_OUTPUTS : 0);
               const bool fresh = row == rows.begin, next = fresh && at + 2 * TILE_OUTPUTS <= end;
-              if (fresh) pack(weights, std::min(TILE_OUTPUTS, end - at), length, own);
-              multiply_block({row, std::min(row + each, rows.end)}, d, own, length,
+              if (fresh) pack_rows(kind, weights, step, std::min(TILE_OUTPUTS, end - at), d, length, own);
+              const int64_t byte = bytes_of(kind, d);
+              multiply_block({row, std::min(row + each, rows.end)}, d, own, in_cells<Cell>(length),
                              totals + i * total_step + (row - rows.begin) * TILE_OUTPUTS,
-                             next ? weights + TILE_OUTPUTS * step : nullptr);
+                             next ? weights + TILE_OUTPUTS * step + byte : nullptr, bytes_of(kind, d + length) - byte);
             }
       for (int64_t at = from, i = 0; at < stop; at += TILE_OUTPUTS, ++i)
         for (int64_t row = rows.begin; row < rows.end; ++row)
@@ -285,70 +326,35 @@ template <class T> class Product {
     }
   }
 
-  // Products of a block of rows with a tile's cells of `length` columns from `d` on, added to those of earlier columns.
-  // Meanwhile as many columns of the next tile are fetched, if they are given.
+  // Products of a block of rows with a tile's cells from column `d` on, added to those of earlier columns. Meanwhile so
+  // many bytes of each row of the next tile are fetched, if they are given.
   template <class Cell>
-  void multiply_block(Span rows, int64_t d, const Cell* tile, int64_t length, float* sums, const T* next) const {
-    // Columns of lines are fetched with each product, as far as there are so many.
-    const int64_t cells = in_cells<Cell>(length);
-    const int64_t lines = std::max<int64_t>(std::min(cells / TILE_OUTPUTS, length / LINE), 1);
-    int64_t ahead = next ? 0 : length;
-    for (int64_t row = rows.begin; row < rows.end; ahead += lines * LINE) {
+  void multiply_block(Span rows, int64_t d, const Cell* tile, int64_t cells, float* sums, const uint8_t* next,
+                      int64_t bytes) const {
+    // Lines are fetched with each product, as far as there are so many.
+    const int64_t lines = std::max<int64_t>(std::min(cells / TILE_OUTPUTS, bytes / LINE_BYTES), 1);
+    int64_t ahead = next ? 0 : bytes;
+    for (int64_t row = rows.begin; row < rows.end; ahead += lines * LINE_BYTES) {
       const int64_t left = rows.end - row, parts = (left + SIDE_BY_SIDE - 1) / SIDE_BY_SIDE;
       const int64_t now = (left + parts - 1) / parts;
       multiply_rows<SIDE_BY_SIDE>(now, x.cells(row, d, Cell{}), tile, cells, sums + (row - rows.begin) * TILE_OUTPUTS,
-                                  d == 0, ahead < length ? next + ahead : nullptr);
+                                  d == 0, ahead < bytes ? next + ahead : nullptr);
       row += now;
     }
-    for (; ahead < length; ahead += LINE)
+    for (; ahead < bytes; ahead += LINE_BYTES)
       for (int64_t row = 0; row < TILE_OUTPUTS; ++row) fetch(next + row * step + ahead, 1);
   }
-
-  // Cells of so many of the weight's rows, and columns, [columns, TILE_OUTPUTS].
-  template <class Cell> void pack(const T* from, int64_t rows, int64_t columns, Cell* to) const {
-    constexpr int64_t EACH = 4 * sizeof(float) / sizeof(T);
-    const int64_t whole = columns / EACH * EACH;
-    int64_t row = 0;
-    for (; row + LANES <= rows; row += LANES)
-      for (int64_t d = 0; d < whole; d += EACH) {
-        Words words[4];
-        across((const char*)(from + row * step + d), step * sizeof(T), words);
-        for (int i = 0; i < 4; ++i) store_words(words[i], to + (d + i * EACH / 4) / NUMBERS<Cell> * TILE_OUTPUTS + row);
-      }
-    for (int64_t i = 0; i < rows; ++i)
-      for (int64_t d = i < row ? whole : 0; d < columns; ++d) store_number(from + i * step + d, d, to + i);
-  }
-
-  // What is in a word of each of LANES rows, and a number of the column `d`.
-  static void store_words(Words words, float* to) {
-    if constexpr (std::is_same_v<T, float>)
-      store(to, (Floats)words);
-    else
-      for (int i = 0; i < 2; ++i) store(to + i * TILE_OUTPUTS, number(words, i, T{}));
-  }
-  static void store_number(const T* from, int64_t d, float* to) { to[d * TILE_OUTPUTS] = scalar(from); }
-#ifdef __AVX512BF16__
-  static void store_words(Words words, Pair* to) { store(to, words); }
-  static void store_number(const T* from, int64_t d, Pair* to) {
-    Pair& pair = to[d / 2 * TILE_OUTPUTS];
-    // Behind the last number of a row comes none.
-    if (d % 2)
-      pair.high = *from;
-    else
-      pair = {*from, {}};
-  }
-#endif
 
   // The products of so many rows, R at most; what lies `ahead`, a line of each output after the other, is fetched
   // meanwhile: as many as there are cells.
   template <int R, class Cell>
   void multiply_rows(int64_t rows, const Cell* own, const Cell* tile, int64_t cells, float* sums, bool fresh,
-                     const T* ahead) const {
+                     const uint8_t* ahead) const {
     const auto call = [&](auto beside) {
       product<R, 2, Before::ADDED>(own, x.step / NUMBERS<Cell>, 1, tile, TILE_OUTPUTS, cells, sums, TILE_OUTPUTS, nullptr,
                                  fresh, beside);
     };
-    const auto bring = [&](int i) { fetch(ahead + i % TILE_OUTPUTS * step + i / TILE_OUTPUTS * LINE, 1); };
+    const auto bring = [&](int i) { fetch(ahead + i % TILE_OUTPUTS * step + i / TILE_OUTPUTS * LINE_BYTES, 1); };
     if (rows == R) return ahead ? call(bring) : call(Nothing{});
     if constexpr (R > 1) multiply_rows<R - 1>(rows, own, tile, cells, sums, fresh, ahead);
   }

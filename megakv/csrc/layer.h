@@ -35,9 +35,12 @@ struct Layer {
     require(hidden > 0 && kv_heads > 0 && heads % kv_heads == 0 && head_dim > 0, Fault::SIZES);
     require(input_norm.size == hidden && output_norm.size == hidden, Fault::WEIGHTS);
     require((!q_norm.weight || q_norm.size == head_dim) && (!k_norm.weight || k_norm.size == head_dim), Fault::WEIGHTS);
-    for (const Linear* linear : {&q, &k, &v, &gate, &up}) linear->check(hidden);
-    down.check(gate.outputs);
-    o.check(o.columns);
+    const auto fits = [&](const Linear& linear, int64_t inputs) {
+      type ? linear.check(inputs, BFloat16{}) : linear.check(inputs, float{});
+    };
+    for (const Linear* linear : {&q, &k, &v, &gate, &up}) fits(*linear, hidden);
+    fits(down, gate.outputs);
+    fits(o, o.columns);
     require(up.outputs == gate.outputs && down.outputs == hidden && o.outputs == hidden, Fault::WEIGHTS);
   }
 };

@@ -134,8 +134,8 @@ def build_model(
         form.check(request, config)
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
-        form.replace(model)
         model.generation_config = read_generation_config(directory)
+    form.replace(model)
     heads = head_map(model.config) if callable(head_map) else head_map
     heads = heads or contiguous_head_map(*head_counts(model.config), tp_size)
     placement = plan_placement(model, heads, tp_rank, injection_policy, form.multiples)
@@ -151,15 +151,15 @@ def build_model(
         contents |= {"values": f"megakv.seed {seed} of torch {torch.__version__} on {device.type}"}
     else:
         source = form.source(directory, model)
-        if form.note and progress:
-            logger.warning("%s: %s", directory, form.note)
         if (found := source.unexpected) and progress:
             logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
+        for note in form.notes if progress else ():
+            logger.warning("%s", note)
     if tp_size > 1 or form.at_load:
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else f"megakv.weights.format = {weights!r}"
         setattr(model, SPENT_ATTRIBUTE, setting)
     shard_structure(model, placement, heads, tp_rank, all_reduce)
-    kept = dtypes | form.prepare(model)
+    kept = dtypes | form.prepare(model, dtype)
     away: LayerWeights | None = None
     if offload is not None and offload.weights:
         from megakv.offload.weights import LayerWeights

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from megakv.distributed.comm import Communicator, Over
+from megakv.weights.packed_linear import PackedLinear
 from megakv.weights.placement.plan import decoder_layers
 from megakv.weights.placement.slices import Ranges
 from megakv.weights.products import (
@@ -67,6 +68,8 @@ class FewRowsLinears:
                 forward = FewRowsForward(module, products)
                 module.forward = forward
                 self.forwards.append(forward)
+            elif isinstance(module, PackedLinear):
+                module.products = products
 
     def remove(self) -> None:
         """Give the linears their own `forward` back."""

@@ -1,15 +1,23 @@
-"""Rows times a weight in GGUF's blocks, which is unpacked a few rows at a time, and only while it is multiplied.
+"""Rows times a weight in GGUF's blocks: few rows by a kernel that reads blocks, more by weights unpacked in caches.
 
-Products are those of the unpacked float32 weights: activations are never rounded to fewer bits than they have.
+Products are those of the unpacked float32 weights: activations are never rounded to fewer bits than they have. Where
+the processor multiplies many rows of bfloat16 by pairs, weights are rounded to bfloat16 there, as those of a model that
+was unpacked in that type.
 """
 
 from __future__ import annotations
 
-import torch.nn.functional as F
+import functools
+
+import torch
 from torch import Tensor
 
-from megakv.weights.blocks import BLOCKS, unpack
-from megakv.weights.products import BLOCK, PLAIN, Products
+from megakv.attention.linear import FEW_ROWS as KERNEL_ROWS
+from megakv.attention.linear import LinearKernel, load_linear
+from megakv.weights.blocks import BLOCKS, BlockType, unpack
+from megakv.weights.products import BLOCK, OWN, PLAIN, Products, padded_product
+
+TOLERANCE = 1e-5
 
 
 def packed_product(
@@ -19,12 +27,58 @@ def packed_product(
 
     The weight may be a view of consecutive rows, or of consecutive blocks of all rows.
     """
-    size = BLOCKS[kind].row_bytes(columns)
-    if x.shape[-1] != columns or packed.shape[1] != size:
+    block = BLOCKS[kind]
+    if x.shape[-1] != columns or packed.shape[1] != block.row_bytes(columns):
         raise ValueError(f"inputs of {x.shape[-1]} columns do not fit rows of {packed.shape[1]} bytes of {kind}")
+    kernel, _ = load_packed()
+    most_rows = None if products.many == OWN else max(products.most_rows, KERNEL_ROWS)
+    if kernel is not None and kernel.reads(x, packed, bias, most_rows):
+        return kernel(x, packed, bias, pairs=products.pairs, blocks=block.number)
+    return unpacked_product(x, packed, block, columns, bias)
+
+
+def unpacked_product(x: Tensor, packed: Tensor, block: BlockType, columns: int, bias: Tensor | None) -> Tensor:
+    """The same by PyTorch in float32, with a few rows of the weight unpacked at a time."""
+    kernel = load_packed()[0] if packed.device.type == "cpu" else None
     rows, out = x.flatten(0, -2).float(), x.new_empty((*x.shape[:-1], len(packed)))
     outputs, each = out.flatten(0, -2), max(BLOCK // columns, 1)
+    scratch = rows.new_empty((min(each, len(packed)) if kernel else 0, columns))
     for first in range(0, len(packed), each):
-        some = slice(first, first + each)
-        outputs[:, some] = F.linear(rows, unpack(packed[some], kind), None if bias is None else bias[some].float())
+        own, offset = packed[first : first + each], None if bias is None else bias[first : first + each].float()
+        if kernel is None or own.stride(1) != 1:
+            weight = unpack(own, block.name)
+        else:
+            weight = kernel.unpack(own, columns, block.number, scratch[: len(own)])
+        outputs[:, first : first + each] = padded_product(rows, weight, offset)
     return out
+
+
+@functools.cache
+def load_packed() -> tuple[LinearKernel | None, str]:
+    """The kernel of products, or None and why there is none, or why it is none for weights in blocks."""
+    kernel, reason = load_linear()
+    if kernel is not None and (reason := _problem(kernel)):
+        return None, reason
+    return kernel, reason
+
+
+def _problem(kernel: LinearKernel) -> str:
+    """What is wrong with its results on small examples; empty if nothing is."""
+    # Whatever device is the default one.
+    generator = torch.Generator("cpu").manual_seed(0)
+    for block in BLOCKS.values():
+        count = 512 // block.elements
+        packed = torch.randint(256, (21 * count, block.bytes), dtype=torch.uint8, generator=generator, device="cpu")
+        # Scales are the first numbers of a block, and an offset the next one; of one type the scale is the last.
+        one = torch.tensor([1.0 / block.elements], dtype=torch.float16, device="cpu").view(torch.uint8)
+        packed[:, :4], packed[:, -2:] = one.repeat(2), one
+        packed, columns = packed.view(21, -1), count * block.elements
+        weight = unpack(packed, block.name).double()
+        for rows in (3, 20):
+            x = torch.randn((rows, columns), generator=generator, device="cpu")
+            with torch.no_grad():
+                found = kernel(x, packed, blocks=block.number).double()
+            size = x.double().abs() @ weight.abs().t()
+            if not bool(((found - x.double() @ weight.t()).abs() <= TOLERANCE * size).all()):
+                return f"compiled, its products with {block.name} differ from the reference by more than {TOLERANCE}"
+    return ""

@@ -105,7 +105,7 @@ class WholeModel:
         # Some rotary embeddings keep more tables once they have seen a long prompt.
         buffers = sum(buffer.nbytes for buffer in model.buffers())
         rows = run_shapes(model, self.head_map, tp_rank, tokens)
-        dtypes |= weights.prepare(model)
+        dtypes |= weights.prepare(model, self.dtype)
         layers = tuple(places.nbytes for places in layer_places(model, dtypes))
         return RankShare(buffers + parameter_bytes(model, dtypes), rows, layers, tp_rank)
 

@@ -15,7 +15,10 @@ PLAIN = "plain"
 FORMATS: Registry[type[WeightFormat]] = Registry(
     "weight format",
     {
+        "int8": "megakv.weights.formats.blocks_at_load:Int8Format",
+        "q4_1": "megakv.weights.formats.blocks_at_load:Q41Format",
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
+        "gguf": "megakv.weights.formats.gguf:GgufFormat",
         "fp8_blocks": "megakv.weights.formats.fp8_blocks:Fp8BlocksFormat",
         "mxfp4": "megakv.weights.formats.mxfp4:Mxfp4Format",
         "gptq": "megakv.weights.formats.packed_integers:GptqFormat",

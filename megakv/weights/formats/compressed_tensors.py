@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from megakv.base.errors import MegaKVError
+from megakv.weights.formats.exact_blocks import in_blocks
 from megakv.weights.formats.unpacked import Parts, UnpackedFormat, quantization_of
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges, SliceSpec
@@ -69,7 +70,24 @@ class CompressedTensorsFormat(UnpackedFormat):
             unpacked: Tensor = compressor.decompress(stored, scheme)["weight"]
             return SliceSpec(dim, ranges).take(unpacked)
 
-        return LazyTensor(shape or parts[""].shape, read)
+        weight = LazyTensor(shape or parts[""].shape, read)
+        symmetric = scheme.weights.symmetric and scheme.weights.strategy in ("group", "channel", "tensor")
+        if shape is None or form != "pack-quantized" or not symmetric or ".weight_g_idx" in parts:
+            return weight
+        return self._in_blocks(weight, parts, scheme.weights.num_bits)
+
+    def _in_blocks(self, weight: LazyTensor, parts: Parts, bits: int) -> LazyTensor:
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        def levels(dim: int, ranges: Ranges) -> Tensor:
+            found: Tensor = unpack_from_int32(parts[".weight_packed"].whole(), bits, weight.shape)
+            return SliceSpec(dim, ranges).take(found)
+
+        def scales() -> Tensor:
+            found = parts[SCALE].whole()
+            return found.reshape(-1, found.shape[-1] if found.ndim > 1 else 1).expand(weight.shape[0], -1)
+
+        return in_blocks(weight, levels, scales, bits)
 
     def _check_packed(self, parts: Parts, shape: list[int], bits: int) -> None:
         packed, scale = parts[".weight_packed"].shape, parts[SCALE].shape

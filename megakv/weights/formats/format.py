@@ -50,6 +50,8 @@ class WeightFormat:
         self.directory = directory
         self.made: dict[str, tuple[str, ...]] = {}
         """By the name of each weight that `make` fills: names of the parameters that come of it, itself the first."""
+        self.notes: list[str] = []
+        """What a user should know of how weights are held."""
 
     @classmethod
     def recognises(cls, directory: Path, config: PreTrainedConfig) -> bool:
@@ -61,16 +63,11 @@ class WeightFormat:
         """The types that stored weights are quantised in, as a user knows them; None for plain ones."""
         return None
 
-    @property
-    def note(self) -> str:
-        """What a user should know of a load that goes well; empty where there is nothing."""
-        return ""
-
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         """Refuse what cannot be, by the name of the setting."""
 
     def replace(self, model: PreTrainedModel) -> None:
-        """Put other modules in the places of those of a whole model without memory, before it is cut."""
+        """See the whole model before it is cut, and put other modules, without memory, in the places of its own."""
 
     def source(self, directory: Path, model: PreTrainedModel) -> WeightSource:
         """The stored weights of the whole model."""
@@ -79,8 +76,10 @@ class WeightFormat:
     def check_cut(self, placement: Mapping[str, SliceSpec], tp_size: int) -> None:
         """Refuse parts of weights that begin or end where this format cannot be cut, with what would work."""
 
-    def prepare(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
+    def prepare(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Replace modules of this rank's share, without memory still, by those that multiply with this format.
+
+        They compute in `dtype`.
 
         Returns the types of parameters that are kept in another one than the model's, by name.
         """

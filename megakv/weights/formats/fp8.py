@@ -280,7 +280,7 @@ class Fp8Format(WeightFormat):
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         check_device(request.device)
 
-    def prepare(self, model: PreTrainedModel) -> dict[str, torch.dtype]:
+    def prepare(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         types = use_fp8(model)
         self.made = {name: (name, name + SCALE) for name, dtype in types.items() if dtype == FP8}
         return types

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megakv.weights.formats.exact_blocks import in_blocks
 from megakv.weights.formats.unpacked import Parts, UnpackedFormat, indices, runs, whole_number
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges
@@ -75,7 +76,14 @@ class PackedIntegersFormat(UnpackedFormat):
             zero, scale = zero[:, chosen], scales.read(1, runs(dim, ranges, 0, outputs)).float()
             return ((numbers(1 - dim, ranges) - zero[group]).float() * scale[group]).t()
 
-        return LazyTensor((outputs, inputs), read)
+        weight = LazyTensor((outputs, inputs), read)
+        middle = 1 << (self.bits - 1)
+        ordered = torch.equal(group_of, torch.arange(inputs) // (inputs // groups))
+        if not ordered or bool((unpacked_words(zeros.whole(), 1, self.bits, order) + self.offset != middle).any()):
+            return weight
+        return in_blocks(
+            weight, lambda dim, ranges: (numbers(1 - dim, ranges) - middle).t(), lambda: scales.whole().t(), self.bits
+        )
 
 
 class GptqFormat(PackedIntegersFormat):

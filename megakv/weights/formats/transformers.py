@@ -39,26 +39,18 @@ class TransformersFormat(WeightFormat):
     def quantised(self) -> str | None:
         return self._method or "by transformers"
 
-    @property
-    def note(self) -> str:
-        if self._method == "compressed-tensors":
-            return "compressed-tensors unpacks these weights when it starts: they take the memory of plain ones"
-        if getattr(self._quantizer, "quantization_config", None) and self._outliers():
-            return (
-                "bitsandbytes looks for outliers (llm_int8_threshold) among the tokens that are computed together: "
-                "tokens may be others where ranks share a prompt, or it is read in chunks"
-            )
-        return ""
-
-    def _outliers(self) -> bool:
-        config = self._quantizer.quantization_config
-        return bool(getattr(config, "load_in_8bit", False) and getattr(config, "llm_int8_threshold", 0.0))
-
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         values = quantization_of(config)
         self._method, self._device = values["quant_method"], request.device
         refuse_changes(f"a checkpoint that is quantised by {self._method}, whose modules are not cut", request)
         self._quantizer = make_quantizer(values, request.device)
+        if self._method == "compressed-tensors":
+            self.notes.append(f"{self.directory}: weights are unpacked at the start, and take the memory of plain ones")
+        if values.get("load_in_8bit") and values.get("llm_int8_threshold", 6.0):
+            self.notes.append(
+                f"{self.directory}: bitsandbytes looks for outliers (llm_int8_threshold) among the tokens that are "
+                "computed together: where ranks share a prompt, or it is read in chunks, tokens may be others"
+            )
         if self.directory is not None:
             StoredTensors(self.directory, QUANTISED_TYPES)
 

@@ -13,9 +13,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megakv.base.errors import MegaKVError
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.files import QUANTISED_TYPES, StoredTensors
+from megakv.weights.formats.exact_blocks import SIZE, BlockTensor
 from megakv.weights.formats.format import LoadRequest, WeightFormat
 from megakv.weights.lazy import LazyTensor
-from megakv.weights.placement.slices import Ranges
+from megakv.weights.packed_linear import pack_modules, packable_weights
+from megakv.weights.placement.slices import Ranges, SliceSpec
+from megakv.weights.sources import WeightSource
 
 CHUNK = 4 << 20
 """Elements unpacked at a time: what is computed in float32 stays that small."""
@@ -50,9 +53,10 @@ def whole_number(values: Mapping[str, Any], key: str, allowed: range | tuple[int
 
 
 class UnpackedFormat(WeightFormat):
-    """Weights that consist of several stored tensors, unpacked to the model's type.
+    """Weights that consist of several stored tensors.
 
-    What comes of it is a plain model: any mesh, kernel and offloading takes it. It needs the memory of a plain one.
+    Those that GGUF's blocks hold without a change stay packed in these; others are unpacked to the model's type, and
+    are plain ones then.
     """
 
     method: ClassVar[str]
@@ -65,14 +69,13 @@ class UnpackedFormat(WeightFormat):
     def __init__(self, directory: Path | None = None):
         super().__init__(directory)
         self._stored: UnpackedTensors | None = None
+        self._packs = False
+        self.kinds: dict[str, str] = {}
+        """Block types of weights that stay packed, by name."""
 
     @classmethod
     def recognises(cls, directory: Path, config: PreTrainedConfig) -> bool:
         return quantization_of(config).get("quant_method") == cls.method
-
-    @property
-    def note(self) -> str:
-        return f"{self.method} weights are unpacked as they are read, and take the memory of plain ones"
 
     @property
     def quantised(self) -> str | None:
@@ -80,6 +83,8 @@ class UnpackedFormat(WeightFormat):
 
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         self.configure(quantization_of(config))
+        # What multiplies with blocks is made for processors.
+        self._packs = request.device.type == "cpu"
         if self.directory is not None:
             self._stored = UnpackedTensors(self.directory, self)
 
@@ -91,10 +96,60 @@ class UnpackedFormat(WeightFormat):
         raise NotImplementedError
 
     def replace(self, model: PreTrainedModel) -> None:
+        assert self.directory is not None
         forget_quantization(model)
+        self._weights = UnpackedWeights(self.directory, model, self._stored)
+        if self._packs:
+            found = {name: self._weights.kind(name) for name in packable_weights(model)}
+            self.kinds = {name: kind for name, kind in found.items() if kind is not None}
+        if self.kinds:
+            self.multiples = (SIZE,)
+        packed = {name for name in self._weights.packed if name not in self.kinds}
+        if packed:
+            state = model.state_dict()
+            millions = sum(state[name].numel() for name in packed) / 1e6
+            dtype = str(model.dtype).removeprefix("torch.")
+            self.notes.append(
+                f"{self.directory}: {millions:,.1f} million weights in {self.method} are unpacked to {dtype} as they "
+                "are read, and take the memory of plain ones"
+            )
 
-    def source(self, directory: Path, model: PreTrainedModel) -> CheckpointWeights:
-        return CheckpointWeights(directory, model, self._stored)
+    def source(self, directory: Path, model: PreTrainedModel) -> WeightSource:
+        return self._weights
+
+    def check_cut(self, placement: Mapping[str, SliceSpec], tp_size: int) -> None:
+        for name, spec in placement.items():
+            if spec.dim == 1 and any(end % SIZE for ends in spec.ranges or () for end in ends):
+                # As plain ones they can be cut anywhere.
+                self.kinds.pop(name, None)
+
+    def prepare(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        self._weights.in_blocks = frozenset(self.kinds)
+        return pack_modules(model, self.kinds, dtype)
+
+
+class UnpackedWeights(CheckpointWeights):
+    """The weights of a model, of which those `in_blocks` are read as packed rows."""
+
+    in_blocks: frozenset[str] = frozenset()
+
+    @property
+    def packed(self) -> set[str]:
+        """Parameters that are stored in several tensors each, or are made of such."""
+        keys = self._stored.packed if isinstance(self._stored, UnpackedTensors) else set[str]()
+        return {name for name, parts in self._keys.items() if keys.intersection(parts) and self.has(name)}
+
+    def kind(self, name: str) -> str | None:
+        """The block type of a weight that may stay packed."""
+        entry = self._entries.get(name)
+        return entry.kind if isinstance(entry, BlockTensor) else None
+
+    def read(self, name: str, spec: SliceSpec) -> Tensor:
+        entry = self._entries[name]
+        if name in self.in_blocks and isinstance(entry, BlockTensor):
+            whole = (0, ((0, entry.shape[0]),))
+            return entry.blocks(*(whole if spec.ranges is None else (spec.dim, spec.ranges)))
+        return super().read(name, spec)
 
 
 class UnpackedTensors(StoredTensors):
@@ -108,8 +163,8 @@ class UnpackedTensors(StoredTensors):
             end = next((end for end in form.ends if key.endswith(end)), "")
             name = key.removesuffix(end) + form.ends[end] if end else key
             self._keys.setdefault(name, {})[end] = key
-        self._packed = {name for name, keys in self._keys.items() if set(keys) != {""}}
-        if not self._packed:
+        self.packed = {name for name, keys in self._keys.items() if set(keys) != {""}}
+        if not self.packed:
             first = next(iter(self.file_of), "nothing")
             raise MegaKVError(
                 f"{directory / 'config.json'} says that weights are quantised ({form.method}), but they are stored "
@@ -118,14 +173,14 @@ class UnpackedTensors(StoredTensors):
         stored = self.file_of
         self.file_of = {name: stored[next(iter(keys.values()))] for name, keys in self._keys.items()}
         self._file_of_key = stored
-        for name in sorted(self._packed):
+        for name in sorted(self.packed):
             self.open(name)
             self._check_scales(name)
 
     def open(self, name: str) -> LazyTensor:
         keys = self._keys[name]
         parts = {end: self.open_in(key, self._file_of_key[key]) for end, key in keys.items()}
-        if name not in self._packed:
+        if name not in self.packed:
             return parts[""]
         try:
             return self._form.unpack(name, parts)

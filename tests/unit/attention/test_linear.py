@@ -91,7 +91,7 @@ def test_long_sums_lose_no_digits(kernel, rows):
 def test_of_no_columns_comes_the_bias_alone(kernel, rows):
     x, weight, bias = torch.randn(rows, 0), torch.randn(5, 0), torch.randn(5)
     out = torch.full((rows, 5), torch.nan)
-    numbers = rows, 0, weight.data_ptr(), 0, 5, 0, bias.data_ptr(), 5, 1
+    numbers = rows, 0, weight.data_ptr(), 0, 5, 0, bias.data_ptr(), 5, 0, 1
     assert not kernel._call(0, False, x.data_ptr(), *numbers, out.data_ptr())
     assert torch.equal(out, bias.expand(rows, 5))
 
