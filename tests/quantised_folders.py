@@ -216,7 +216,7 @@ def _compressed(
             if hasattr(module, "weight_scale"):
                 rows = module.weight.data.unflatten(-1, (-1, group or module.weight.shape[1]))
                 top = 448.0 if kind == "float" else 2 ** (bits - 1) - 1
-                module.weight_scale.data.copy_((rows.abs().amax(-1) / top).view_as(module.weight_scale))
+                module.weight_scale.data.copy_((rows.abs().amax(-1) / top).half().view_as(module.weight_scale))
         compressor = ModelCompressor.from_pretrained_model(model, quantization_format=form)
         compressor.compress_model(model)
         model.save_pretrained(folder)

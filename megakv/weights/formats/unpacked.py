@@ -159,6 +159,7 @@ class UnpackedTensors(StoredTensors):
         super().__init__(directory, QUANTISED_TYPES)
         self._form = form
         self._keys: dict[str, dict[str, str]] = {}
+        self._opened: dict[str, LazyTensor] = {}
         for key in self.file_of:
             end = next((end for end in form.ends if key.endswith(end)), "")
             name = key.removesuffix(end) + form.ends[end] if end else key
@@ -178,12 +179,14 @@ class UnpackedTensors(StoredTensors):
             self._check_scales(name)
 
     def open(self, name: str) -> LazyTensor:
+        if (opened := self._opened.get(name)) is not None:
+            return opened
         keys = self._keys[name]
         parts = {end: self.open_in(key, self._file_of_key[key]) for end, key in keys.items()}
         if name not in self.packed:
             return parts[""]
         try:
-            return self._form.unpack(name, parts)
+            self._opened[name] = self._form.unpack(name, parts)
         except (ValueError, KeyError) as error:
             shapes = ", ".join(f"{keys[end]} {list(part.shape)}" for end, part in parts.items())
             why = f"its {error.args[0] or 'weight'} is missing" if isinstance(error, KeyError) else str(error)
@@ -191,6 +194,7 @@ class UnpackedTensors(StoredTensors):
                 f"{self.directory}: {name} cannot be unpacked as {self._form.method}: {why} (stored: {shapes}); fetch "
                 "the checkpoint again"
             ) from error
+        return self._opened[name]
 
     def _check_scales(self, name: str) -> None:
         for end in self._form.scales:
