@@ -42,8 +42,8 @@ class TransformersFormat(WeightFormat):
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         values = quantization_of(config)
         self._method, self._device = values["quant_method"], request.device
-        refuse_changes(f"a checkpoint that is quantised by {self._method}, whose modules are not cut", request)
         self._quantizer = make_quantizer(values, request.device)
+        refuse_changes(f"a checkpoint that is quantised by {self._method}, whose modules are not cut", request)
         if self._method == "compressed-tensors":
             self.notes.append(f"{self.directory}: weights are unpacked at the start, and take the memory of plain ones")
         if values.get("load_in_8bit") and values.get("llm_int8_threshold", 6.0):
