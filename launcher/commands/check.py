@@ -18,7 +18,7 @@ def _model(model: str) -> dict[str, Any]:
     import torch
 
     from megakv.weights.folder import local_directory, read_config
-    from megakv.weights.formats import AS_STORED, FORMATS, LoadRequest, choose_format
+    from megakv.weights.formats import AS_STORED, FORMATS, QUANTISED, LoadRequest, choose_format
 
     directory = local_directory(model)
     config = read_config(directory)
@@ -37,7 +37,7 @@ def _model(model: str) -> dict[str, Any]:
         "format": form.name,
         "quantised": form.quantised,
         "weights_can_be_cut": cut,
-        "formats": list(FORMATS),
+        "formats": [*FORMATS, *QUANTISED],
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from megakv.base.registry import Registry
-from megakv.weights.formats.format import LoadRequest, WeightFormat
+from megakv.weights.formats.format import LoadRequest, WeightFormat, quantization_of
 
 AS_STORED = "as_stored"
 """The setting of whoever takes weights in the form in which they come."""
@@ -19,16 +19,23 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
         "q4_1": "megakv.weights.formats.blocks_at_load:Q41Format",
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
         "gguf": "megakv.weights.formats.gguf:GgufFormat",
+        # The last one takes what no other has recognised.
+        PLAIN: "megakv.weights.formats.plain:PlainFormat",
+    },
+)
+QUANTISED: Registry[type[WeightFormat]] = Registry(
+    "format of quantised weights",
+    {
         "fp8_blocks": "megakv.weights.formats.fp8_blocks:Fp8BlocksFormat",
         "mxfp4": "megakv.weights.formats.mxfp4:Mxfp4Format",
         "gptq": "megakv.weights.formats.packed_integers:GptqFormat",
         "awq": "megakv.weights.formats.packed_integers:AwqFormat",
         "compressed_tensors": "megakv.weights.formats.compressed_tensors:CompressedTensorsFormat",
-        "transformers": "megakv.weights.formats.transformers:TransformersFormat",
         # The last one takes what no other has recognised.
-        PLAIN: "megakv.weights.formats.plain:PlainFormat",
+        "transformers": "megakv.weights.formats.transformers:TransformersFormat",
     },
 )
+"""Formats of folders whose config.json has a quantization_config."""
 
 
 def settings() -> tuple[str, ...]:
@@ -38,12 +45,11 @@ def settings() -> tuple[str, ...]:
 
 def check_plain(config: PreTrainedConfig) -> None:
     """Refuse random weights for a config of quantised ones."""
-    for each in (config, config.get_text_config()):
-        if getattr(each, "quantization_config", None) is not None:
-            raise ValueError(
-                f"megakv.load = 'random' makes plain weights, but config.json of model type {config.model_type!r} "
-                "has a quantization_config: remove that from it"
-            )
+    if quantization_of(config):
+        raise ValueError(
+            f"megakv.load = 'random' makes plain weights, but config.json of model type {config.model_type!r} has a "
+            "quantization_config: remove that from it"
+        )
 
 
 def choose_format(setting: str, directory: Path | None = None, config: PreTrainedConfig | None = None) -> WeightFormat:
@@ -54,9 +60,10 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     """
     stored = FORMATS[PLAIN]
     if directory is not None and config is not None:
-        kinds = (kind for kind in FORMATS.values() if not kind.at_load)
+        registry = QUANTISED if quantization_of(config) else FORMATS
+        kinds = (kind for kind in registry.values() if not kind.at_load)
         stored = next(kind for kind in kinds if kind.recognises(directory, config))
-    if stored is FORMATS[PLAIN] and config is not None:
+    elif config is not None:
         check_plain(config)
     if setting == AS_STORED:
         return stored(directory)
@@ -69,4 +76,4 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     return chosen
 
 
-__all__ = ["AS_STORED", "FORMATS", "LoadRequest", "WeightFormat", "choose_format", "settings"]
+__all__ = ["AS_STORED", "FORMATS", "QUANTISED", "LoadRequest", "WeightFormat", "choose_format", "settings"]

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megakv.base.errors import MegaKVError
+from megakv.base.errors import require_extra
 from megakv.weights.formats.exact_blocks import in_blocks
-from megakv.weights.formats.unpacked import Parts, UnpackedFormat, quantization_of
+from megakv.weights.formats.format import quantization_of
+from megakv.weights.formats.unpacked import Parts, UnpackedFormat
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges, SliceSpec
 
@@ -38,11 +38,7 @@ class CompressedTensorsFormat(UnpackedFormat):
         return super().recognises(directory, config) and not quantises_activations(quantization_of(config))
 
     def configure(self, values: Mapping[str, Any]) -> None:
-        if find_spec(self.name) is None:
-            raise MegaKVError(
-                f"quantization_config.quant_method = {self.method!r} needs the package of that name, which is not "
-                f"installed: pip install {self.method}"
-            )
+        require_extra("quantised", f"a checkpoint of {self.method}")
         from compressed_tensors.quantization import QuantizationConfig
 
         known = {key: values[key] for key in ("config_groups", "ignore", "format") if key in values}

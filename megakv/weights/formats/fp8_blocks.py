@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from megakv.weights.formats.unpacked import Parts, UnpackedFormat, in_chunks, indices, quantization_of, runs
+from megakv.weights.formats.format import quantization_of
+from megakv.weights.formats.unpacked import Parts, UnpackedFormat, in_chunks, indices, runs
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges
 

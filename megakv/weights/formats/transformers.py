@@ -11,9 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.base.errors import MegaKVError
 from megakv.weights.files import QUANTISED_TYPES, StoredTensors
-from megakv.weights.formats.format import LoadRequest, WeightFormat
+from megakv.weights.formats.format import LoadRequest, WeightFormat, quantization_of
 from megakv.weights.formats.quantizer_weights import QuantizerWeights
-from megakv.weights.formats.unpacked import quantization_of
 from megakv.weights.quantised import refuse_changes, settle
 
 NOT_LOADED = ("hqq",)

@@ -14,7 +14,7 @@ from megakv.base.errors import MegaKVError
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.files import QUANTISED_TYPES, StoredTensors
 from megakv.weights.formats.exact_blocks import SIZE, BlockTensor
-from megakv.weights.formats.format import LoadRequest, WeightFormat
+from megakv.weights.formats.format import LoadRequest, WeightFormat, quantization_of
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.packed_linear import pack_modules, packable_weights
 from megakv.weights.placement.slices import Ranges, SliceSpec
@@ -24,16 +24,6 @@ CHUNK = 4 << 20
 """Elements unpacked at a time: what is computed in float32 stays that small."""
 Parts = Mapping[str, LazyTensor]
 """Stored tensors of one weight, by the ends of their keys."""
-
-
-def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
-    """What a config says of how weights are quantised; empty for plain ones."""
-    for each in (config, config.get_text_config()):
-        found = getattr(each, "quantization_config", None)
-        if found is not None:
-            values = found if isinstance(found, dict) else found.to_dict()
-            return {**values, "quant_method": str(getattr(method := values.get("quant_method"), "value", method))}
-    return {}
 
 
 def forget_quantization(model: PreTrainedModel) -> None:
