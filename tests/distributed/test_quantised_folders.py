@@ -8,10 +8,9 @@ import pytest
 
 from tests.format_table import MESHES, RESULTS, everything, outcomes
 
+CUT = (("fp8 blocks", "deepseek_v3"), ("mxfp4", "gpt_oss"), ("awq", "qwen3"))
 ONE_OF_EACH = (
-    ("fp8 blocks", "deepseek_v3"),
-    ("mxfp4", "gpt_oss"),
-    ("awq", "qwen3"),
+    *CUT,
     ("compressed-tensors w4a16", "qwen3"),
     ("compressed-tensors w8a8 int8", "llama"),
     ("bitsandbytes nf4", "llama"),
@@ -29,8 +28,12 @@ def check(kinds: list[tuple[str, str]], meshes: tuple[str, ...], work: Path) -> 
             assert found == {mesh: expected[kind][family][mesh] for mesh in meshes}, (kind, family)
 
 
-def test_one_of_each_on_two_ranks(tmp_path: Path) -> None:
-    check(list(ONE_OF_EACH), ("2x1", "1x2"), tmp_path)
+def test_one_of_each_shares_tokens(tmp_path: Path) -> None:
+    check(list(ONE_OF_EACH), ("2x1",), tmp_path)
+
+
+def test_weights_are_cut(tmp_path: Path) -> None:
+    check(list(CUT), ("1x2",), tmp_path)
 
 
 @pytest.mark.full
