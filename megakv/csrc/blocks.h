@@ -10,8 +10,8 @@
 
 namespace {
 
-// Columns whose scales are unpacked at a time, at least: those of the largest block.
-constexpr int STRETCH = 256;
+// Columns whose scales are unpacked at a time, at least: those of the largest block; and such blocks at most.
+constexpr int STRETCH = 256, MOST = 8;
 
 // LANES numbers in a byte each.
 inline Words bytes(const uint8_t* from) {
@@ -43,29 +43,42 @@ inline Words lane_numbers() {
   return found;
 }
 
-// Float16 numbers that lie in each of so many blocks, to floats; behind them goes on what is no number, up to a vector.
-template <int BYTES> inline void halves(const uint8_t* from, int count, float* to) {
-  Float16 found[LANES] = {};
-  for (int first = 0; first < count; first += LANES) {
-    for (int i = 0; i < std::min(LANES, count - first); ++i) std::memcpy(found + i, from + (first + i) * BYTES, 2);
-    store(to + first, load(found));
+// The first two float16 numbers of so many blocks, to floats; behind them goes on what is none, up to a vector.
+template <int BYTES> inline void halves(const uint8_t* from, int count, float* first, float* second) {
+  for (int at = 0; at < count; at += LANES, from += LANES * BYTES) {
+#if LANES == 16
+    const __mmask16 some = count - at < LANES ? (1 << (count - at)) - 1 : -1;
+    const __m512i places = (__m512i)(lane_numbers() * BYTES);
+    const Words words = (Words)_mm512_mask_i32gather_epi32(places, some, places, from, 1);
+#else
+    Words words{};
+    for (int i = 0; i < std::min(LANES, count - at); ++i) {
+      uint32_t both;
+      std::memcpy(&both, from + i * BYTES, sizeof both);
+      words[i] = both;
+    }
+#endif
+    store(first + at, number(words, 0, Float16{}));
+    store(second + at, number(words, 1, Float16{}));
   }
 }
 
+// Four bits of the one, and those of the other from the fifth on.
+inline Words below(Words four, Words others) { return ((four ^ others) & 15) ^ others; }
+
 // What all kinds have: blocks of so many ELEMENTS and BYTES, a scale and an offset for EACH elements, which are in `scale`
-// and `low` for so many blocks, and levels of LANES elements from `e` on of the UNIT that begins with `unit`. Of levels
-// of four bits what lies above them is rubbish.
+// and `low` for so many blocks, and levels of LANES elements from `e` on of the UNIT that begins with `unit`: what lies
+// above their BITS is rubbish.
 
 // Blocks of 32: a scale; an offset, or levels from -ZERO on; and a fifth bit of every level, or none.
 template <int ZERO, bool FIFTH> struct Small {
   static constexpr int ELEMENTS = 32, EACH = 32, UNIT = 32, HEAD = ZERO ? 2 : 4, LEVELS = HEAD + (FIFTH ? 4 : 0);
   static constexpr int BYTES = LEVELS + 16;
-  static constexpr bool NIBBLES = !FIFTH;
+  static constexpr int BITS = FIFTH ? 5 : 4;
 
   static void scales(const uint8_t* from, int count, float* scale, float* low) {
-    halves<BYTES>(from, count, scale);
-    if (!ZERO) return halves<BYTES>(from + 2, count, low);
-    for (int i = 0; i < count; ++i) low[i] = scale[i] * -ZERO;
+    halves<BYTES>(from, count, scale, low);
+    for (int i = 0; ZERO && i < count; ++i) low[i] = scale[i] * -ZERO;
   }
 
   static Words level(const uint8_t* block, int, int e) {
@@ -73,16 +86,16 @@ template <int ZERO, bool FIFTH> struct Small {
     if (!FIFTH) return found;
     uint32_t bits;
     std::memcpy(&bits, block + HEAD, sizeof bits);
-    return (found & 15) | (((Words{} + bits) >> (lane_numbers() + e)) & 1) << 4;
+    return below(found, ((Words{} + bits) >> (lane_numbers() + e)) << 4);
   }
 };
 
 struct Eight {
   static constexpr int ELEMENTS = 32, EACH = 32, UNIT = 32, BYTES = 34;
-  static constexpr bool NIBBLES = false;
+  static constexpr int BITS = 8;
 
   static void scales(const uint8_t* from, int count, float* scale, float* low) {
-    halves<BYTES>(from, count, scale);
+    halves<BYTES>(from, count, scale, low);
     std::fill_n(low, count, 0.0f);
   }
 
@@ -93,46 +106,56 @@ struct Eight {
 template <bool FIFTH> struct Large {
   static constexpr int ELEMENTS = 256, EACH = 32, UNIT = 64, HIGH = 16, LEVELS = HIGH + (FIFTH ? 32 : 0);
   static constexpr int BYTES = LEVELS + 128;
-  static constexpr bool NIBBLES = !FIFTH;
+  static constexpr int BITS = FIFTH ? 5 : 4;
 
   static void scales(const uint8_t* from, int count, float* scale, float* low) {
+    float factors[2][MOST + LANES];
+    halves<BYTES>(from, count, factors[0], factors[1]);
     for (int i = 0; i < count; ++i, from += BYTES, scale += 8, low += 8) {
-      Float16 two[LANES] = {};
-      std::memcpy(two, from, 4);
-      const Floats factors = load(two);
-      uint32_t given[3], found[4];
-      std::memcpy(given, from + 4, sizeof given);
-      found[0] = given[0] & 0x3f3f3f3f, found[1] = (given[2] & 0x0f0f0f0f) | (given[0] >> 2 & 0x30303030);
-      found[2] = given[1] & 0x3f3f3f3f, found[3] = (given[2] >> 4 & 0x0f0f0f0f) | (given[1] >> 2 & 0x30303030);
-      uint8_t six[16];
-      std::memcpy(six, found, sizeof six);
-      for (int j = 0; j < 8; ++j) scale[j] = factors[0] * six[j], low[j] = -factors[1] * six[8 + j];
+      FourWords given;
+      std::memcpy(&given, from + 4, sizeof given);
+      // The lower four scales, the upper ones, whose bits lie apart, and so the offsets.
+      const FourWords own = SHUFFLED(given, given, 0, 2, 1, 2) >> FourWords{0, 0, 0, 4};
+      const FourWords beside = SHUFFLED(given, given, 0, 0, 1, 1) >> 2;
+      constexpr uint32_t SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, UPPER = 0x30303030;
+      const FourWords found = (own & FourWords{SIX, FOUR, SIX, FOUR}) | (beside & FourWords{0, UPPER, 0, UPPER});
+      uint8_t numbers[16];
+      std::memcpy(numbers, &found, sizeof numbers);
+      float to[16];
+      for (int j = 0; j < 16; j += LANES) {
+        const Floats factor = (Ints)(lane_numbers() + j) < 8 ? all(factors[0][i]) : all(-factors[1][i]);
+        store(to + j, __builtin_convertvector((Ints)bytes(numbers + j), Floats) * factor);
+      }
+      std::memcpy(scale, to, 8 * sizeof *to);
+      std::memcpy(low, to + 8, 8 * sizeof *to);
     }
   }
 
   static Words level(const uint8_t* block, int unit, int e) {
     const Words found = bytes(block + LEVELS + unit / 2 + e % 32) >> (e < 32 ? 0 : 4);
-    return FIFTH ? (found & 15) | ((bytes(block + HIGH + e % 32) >> (unit + e) / 32) & 1) << 4 : found;
+    return FIFTH ? below(found, (bytes(block + HIGH + e % 32) << 4) >> (unit + e) / 32) : found;
   }
 };
 
 // Blocks of 256 with sixteen scales of eight bits: two bits of every level lie behind the others.
 struct Six {
   static constexpr int ELEMENTS = 256, EACH = 16, UNIT = 128, BYTES = 210;
-  static constexpr bool NIBBLES = false;
+  static constexpr int BITS = 6;
 
   static void scales(const uint8_t* from, int count, float* scale, float* low) {
-    for (int i = 0; i < count; ++i, from += BYTES, scale += 16, low += 16) {
-      Float16 half;
-      std::memcpy(&half, from + 208, sizeof half);
-      const float factor = scalar(&half);
-      for (int j = 0; j < 16; ++j) scale[j] = factor * (int8_t)from[192 + j], low[j] = scale[j] * -32;
-    }
+    float factors[2][MOST + LANES];
+    halves<BYTES>(from + 206, count, factors[0], factors[1]);
+    for (int i = 0; i < count; ++i, from += BYTES, scale += 16, low += 16)
+      for (int j = 0; j < 16; j += LANES) {
+        const Floats own = __builtin_convertvector((Ints)signed_bytes(from + 192 + j), Floats) * factors[1][i];
+        store(scale + j, own);
+        store(low + j, own * -32.0f);
+      }
   }
 
   static Words level(const uint8_t* block, int unit, int e) {
-    const Words high = bytes(block + 128 + unit / 4 + e % 32) >> e / 32 * 2;
-    return ((bytes(block + unit / 2 + e % 64) >> (e < 64 ? 0 : 4)) & 15) | (high & 3) << 4;
+    const Words high = (bytes(block + 128 + unit / 4 + e % 32) << 4) >> e / 32 * 2;
+    return below(bytes(block + unit / 2 + e % 64) >> (e < 64 ? 0 : 4), high);
   }
 };
 
@@ -174,14 +197,20 @@ __attribute__((always_inline)) inline void each_weights(const uint8_t* block, in
     const int part = (unit + e) / K::EACH;
     const Words level = K::level(block, unit, e);
 #if LANES == 16
-    if constexpr (K::NIBBLES) {
-      // All that there are; bits above the fourth do not count where one is looked up.
-      const Floats table = __builtin_convertvector((Ints)lane_numbers(), Floats) * scale[part] + low[part];
+    // Of few levels all weights that there are, one of which is looked up: bits above those of levels do not count.
+    const Floats first = __builtin_convertvector((Ints)lane_numbers(), Floats);
+    const Floats table = first * scale[part] + low[part];
+    if constexpr (K::BITS == 4) {
       call(e, (Floats)_mm512_permutexvar_ps((__m512i)level, (__m512)table));
       continue;
     }
+    if constexpr (K::BITS == 5) {
+      const Floats upper = (first + 16.0f) * scale[part] + low[part];
+      call(e, (Floats)_mm512_permutex2var_ps((__m512)table, (__m512i)level, (__m512)upper));
+      continue;
+    }
 #endif
-    const Words own = K::NIBBLES ? level & 15 : level;
+    const Words own = K::BITS == 8 ? level : level & ((1 << K::BITS) - 1);
     call(e, __builtin_convertvector((Ints)own, Floats) * scale[part] + low[part]);
   }
 }

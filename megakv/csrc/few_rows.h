@@ -22,8 +22,9 @@ namespace {
 constexpr int64_t SIDE = 4;
 // Rows of x whose products with them are in registers at a time.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 6 : 4;
-// Rows beyond which lanes are outputs, in float32 and in pairs; and up to the first, inputs are never rounded to pairs.
-constexpr int64_t FEW = 6, FEW_PAIRS = 16;
+// Rows beyond which lanes are outputs, in float32, and in pairs or where weights are in blocks; and up to the first, inputs
+// are never rounded to pairs.
+constexpr int64_t FEW = 6, FEW_MORE = 16;
 // Rows of x whose products with two vectors of outputs are in registers at a time.
 constexpr int SIDE_BY_SIDE = SUMS / 2;
 // Rows, about, that meet all columns of a tile before others do, and cells of each that are made at a time: with them,
@@ -43,8 +44,8 @@ constexpr int64_t LEAST_WORK = 1 << 16;
 // of x go on with zeros up to a multiple of a vector's. Meanwhile fetches what lies `ahead` bytes further on, if anything
 // does.
 template <int R, class T, class Cell>
-void multiply_few(Plain<T>, const Cell* x, int64_t x_step, const uint8_t* const rows[SIDE], int64_t columns,
-                  int64_t ahead, Four total[R]) {
+void multiply_plain(const Cell* x, int64_t x_step, const uint8_t* const rows[SIDE], int64_t columns, int64_t ahead,
+                    Four total[R]) {
   constexpr int64_t EACH = LANES * NUMBERS<Cell>;
   const T* weight[SIDE];
   for (int i = 0; i < SIDE; ++i) weight[i] = (const T*)rows[i];
@@ -73,10 +74,10 @@ void multiply_few(Plain<T>, const Cell* x, int64_t x_step, const uint8_t* const 
   }
 }
 
-// The same of rows in blocks, each of which is unpacked once for all rows of x.
-template <int R, class K, class Cell>
-void multiply_few(K, const Cell* x, int64_t x_step, const uint8_t* const rows[SIDE], int64_t columns, int64_t ahead,
-                  Four total[R]) {
+// The same of rows in blocks, each of which is unpacked once for all rows of x. One for all types of results.
+template <int R, class K>
+__attribute__((noinline)) void multiply_blocks(const float* x, int64_t x_step, const uint8_t* const rows[SIDE],
+                                               int64_t columns, int64_t ahead, Four total[R]) {
   static_assert(RUN % STRETCH == 0);
   float scale[SIDE][RUN / K::EACH + LANES], low[SIDE][RUN / K::EACH + LANES];
   for (int r = 0; r < R; ++r) total[r] = Four{};
@@ -159,30 +160,35 @@ void divide_both(int64_t blocks, int64_t rows, bool many, int64_t work, int thre
   });
 }
 
+// Whether many rows of bfloat16 are multiplied by pairs, and whether some weights are in blocks.
+struct Way {
+  bool pairs, blocks;
+};
+
 // Inputs in float32, [rows, columns]: rows go on with zeros up to a multiple of two vectors. Where bfloat16 is multiplied by
 // `pairs`, the cells of more than a few rows are such.
 struct Inputs {
   int64_t rows, columns, step;
-  bool pairs;
+  bool pairs, blocks;
   Space<float> wide;
   Space<uint32_t> narrow;
   const float* from;
 
   // Of rows that are written later, or lie somewhere as they are multiplied, so many elements apart.
-  Inputs(int64_t rows, int64_t columns, bool pairs, const float* lent = nullptr, int64_t lent_step = 0)
+  Inputs(int64_t rows, int64_t columns, Way way, const float* lent = nullptr, int64_t lent_step = 0)
       : rows(rows), columns(columns), step(lent ? lent_step : (columns + 2 * LANES - 1) / (2 * LANES) * 2 * LANES),
-        pairs(HAS_PAIRS && pairs && rows > FEW && !lent),
-        wide(lent ? 0 : rows * step), narrow(this->pairs ? rows * step / 2 : 0), from(lent ? lent : wide.data()) {
+        pairs(HAS_PAIRS && way.pairs && rows > FEW && !lent), blocks(way.blocks),
+        wide(lent ? 0 : rows * step), narrow(pairs ? rows * step / 2 : 0), from(lent ? lent : wide.data()) {
     for (int64_t row = 0; row < rows && !lent; ++row) {
       std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);
-      if (this->pairs) std::fill_n(numbers(row) + columns, step - columns, BFloat16{});
+      if (pairs) std::fill_n(numbers(row) + columns, step - columns, BFloat16{});
     }
   }
 
   // Of rows that are contiguous, or so many elements apart.
   template <class T>
-  Inputs(const T* x, int64_t rows, int64_t columns, bool pairs, int threads, int64_t x_step = 0)
-      : Inputs(rows, columns, pairs, as_it_lies(x, columns), x_step ? x_step : columns) {
+  Inputs(const T* x, int64_t rows, int64_t columns, Way way, int threads, int64_t x_step = 0)
+      : Inputs(rows, columns, way, as_it_lies(x, columns), x_step ? x_step : columns) {
     if ((const void*)from == x) return;
     if (!x_step) x_step = columns;
     each_row(threads, [&](int64_t row, float* own) {
@@ -209,7 +215,7 @@ struct Inputs {
   }
 
   // Whether lanes are outputs.
-  bool many() const { return rows > (pairs ? FEW_PAIRS : FEW); }
+  bool many() const { return rows > (pairs || blocks ? FEW_MORE : FEW); }
 
   const float* cells(int64_t row, int64_t column, float) const { return from + row * step + column; }
 #ifdef __AVX512BF16__
@@ -243,12 +249,9 @@ template <class T> class Product {
   // Those of some blocks and rows: of few rows all.
   void compute(int64_t first, int64_t last, Span rows, float* memory) const {
     const int64_t each = block(x), begin = first * each, end = std::min(last * each, outputs);
-    with_kind<T>(kind, [&](auto weights) {
-      if (x.many()) return with_cell<T>(x.pairs, [&](auto cell) { compute_many(weights, cell, begin, end, rows, memory); });
-      if constexpr (std::is_same_v<decltype(weights), Plain<T>>)
-        with_cell<T>(x.pairs, [&](auto cell) { compute_few(weights, cell, begin, end); });
-      else  // not rounded where they need not be
-        compute_few(weights, float{}, begin, end);
+    with_cell<T>(x.pairs, [&](auto cell) {
+      typedef decltype(cell) Cell;
+      x.many() ? compute_many<Cell>(begin, end, rows, memory) : compute_few<Cell>(begin, end);
     });
   }
 
@@ -260,7 +263,7 @@ template <class T> class Product {
   T* out;
   int64_t out_step, origin;
 
-  template <class K, class Cell> void compute_few(K kind, Cell, int64_t begin, int64_t end) const {
+  template <class Cell> void compute_few(int64_t begin, int64_t end) const {
     for (int64_t at = begin; at < end; at += SIDE) {
       const uint8_t* side[SIDE];
       // Beyond the last row that one is taken again.
@@ -269,27 +272,32 @@ template <class T> class Product {
       for (int64_t row = 0; row < x.rows; ahead = 0) {
         const int64_t left = x.rows - row, parts = (left + MOST_ROWS - 1) / MOST_ROWS;
         const int64_t now = (left + parts - 1) / parts;
-        few<MOST_ROWS, Cell>(kind, now, row, side, at, end, ahead);
+        few<MOST_ROWS, Cell>(now, row, side, at, end, ahead);
         row += now;
       }
     }
   }
 
   // The products of so many rows, R at most.
-  template <int R, class Cell, class K>
-  void few(K kind, int64_t rows, int64_t row, const uint8_t* const side[SIDE], int64_t at, int64_t end,
-           int64_t ahead) const {
+  template <int R, class Cell>
+  void few(int64_t rows, int64_t row, const uint8_t* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
     if constexpr (R > 1)
-      if (rows < R) return few<R - 1, Cell>(kind, rows, row, side, at, end, ahead);
+      if (rows < R) return few<R - 1, Cell>(rows, row, side, at, end, ahead);
     Four total[R];
-    multiply_few<R>(kind, x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
+    with_kind<T>(kind, [&](auto own) {
+      typedef decltype(own) K;
+      // Weights in blocks are not rounded to pairs where they need not be.
+      if constexpr (std::is_same_v<K, Plain<T>>)
+        multiply_plain<R, T>(x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
+      else
+        multiply_blocks<R, K>(x.cells(row, 0, float{}), x.step, side, x.columns, ahead, total);
+    });
     for (int r = 0; r < R; ++r)
       for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
         out[(row + r) * out_step + i - origin] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
   }
 
-  template <class K, class Cell>
-  void compute_many(K kind, Cell, int64_t begin, int64_t end, Span rows, float* memory) const {
+  template <class Cell> void compute_many(int64_t begin, int64_t end, Span rows, float* memory) const {
     constexpr int64_t COLUMNS = PIECE * NUMBERS<Cell>, BLOCK = BLOCK_CELLS * NUMBERS<Cell>;
     // Of few rows cells are needed once.
     const int64_t parts = (rows.count() + ROWS_BLOCK / 2) / ROWS_BLOCK;
@@ -310,11 +318,14 @@ template <class T> class Product {
               const uint8_t* const weights = weight + at * step;
               Cell* const own = (Cell*)memory + i * held + (again ? (d - first) / NUMBERS<Cell> * TILE_OUTPUTS : 0);
               const bool fresh = row == rows.begin, next = fresh && at + 2 * TILE_OUTPUTS <= end;
-              if (fresh) pack_rows(kind, weights, step, std::min(TILE_OUTPUTS, end - at), d, length, own);
-              const int64_t byte = bytes_of(kind, d);
+              int64_t byte = 0, bytes = 0;
+              with_kind<T>(kind, [&](auto like) {
+                if (fresh) pack_rows(like, weights, step, std::min(TILE_OUTPUTS, end - at), d, length, own);
+                byte = bytes_of(like, d), bytes = bytes_of(like, d + length) - byte;
+              });
               multiply_block({row, std::min(row + each, rows.end)}, d, own, in_cells<Cell>(length),
                              totals + i * total_step + (row - rows.begin) * TILE_OUTPUTS,
-                             next ? weights + TILE_OUTPUTS * step + byte : nullptr, bytes_of(kind, d + length) - byte);
+                             next ? weights + TILE_OUTPUTS * step + byte : nullptr, bytes);
             }
       for (int64_t at = from, i = 0; at < stop; at += TILE_OUTPUTS, ++i)
         for (int64_t row = rows.begin; row < rows.end; ++row)

@@ -110,7 +110,7 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
   if (ranks.outputs) {
     Space<T> own(rows * hidden);
     if (ranks.outputs_columns) {
-      Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, layer.pairs, threads, width);
+      Inputs inputs(attended.data() + ranks.outputs_first, rows, ranks.outputs_columns, layer.way(), threads, width);
       products(inputs, &layer.o, 1, threads, own.data());
     } else {
       std::fill_n(own.data(), own.size(), T{});

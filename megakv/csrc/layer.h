@@ -27,6 +27,12 @@ struct Layer {
   Norm input_norm, output_norm, q_norm, k_norm;  // of the last two none, or one for each column of a head
   Linear q, k, v, o, gate, up, down;             // those of this rank
 
+  Way way() const {
+    bool blocks = false;
+    for (const Linear* linear : {&q, &k, &v, &o, &gate, &up, &down}) blocks = blocks || linear->kind;
+    return {pairs != 0, blocks};
+  }
+
   // Columns of queries, keys and values: of all heads, and of those parts that this rank computes.
   int64_t columns() const { return (heads + 2 * kv_heads) * head_dim; }
   int64_t own_columns() const { return q.outputs + k.outputs + v.outputs; }
@@ -164,7 +170,7 @@ void gated_rows(const Layer& layer, int64_t rows, int64_t width, P* gate, const 
 // This rank's queries, keys and values, before rotary embeddings, of hidden states.
 template <class T> void project(const Layer& layer, int64_t rows, const T* x, int threads, T* out) {
   const int64_t hidden = layer.hidden;
-  Inputs inputs(rows, hidden, layer.pairs);
+  Inputs inputs(rows, hidden, layer.way());
   inputs.each_row(threads, [&](int64_t row, float* own) {
     each_vector(0, hidden, [&](int64_t d, int64_t count) { store_rounded(own + d, some(x + row * hidden + d, count), count); });
     normalise<T>(own, layer.input_norm);
@@ -207,11 +213,11 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
   const T* added = attended;
   Space<T> found(projected ? 0 : rows * hidden);
   if (!projected) {
-    const Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.pairs, threads);
+    const Inputs inputs(attended, rows, layer.heads * layer.head_dim, layer.way(), threads);
     products(inputs, &layer.o, 1, threads, found.data());
     added = found.data();
   }
-  Inputs inputs(rows, hidden, layer.pairs);
+  Inputs inputs(rows, hidden, layer.way());
   inputs.each_row(threads, [&](int64_t row, float* own) {
     each_vector(row * hidden, (row + 1) * hidden, [&](int64_t d, int64_t count) {
       const Floats found = kept<T>(some(x + d, count) + some(added + d, count));
@@ -220,7 +226,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
     });
     normalise<T>(own, layer.output_norm);
   });
-  Inputs inner(rows, width, layer.pairs);
+  Inputs inner(rows, width, layer.way());
   // Of many rows a block of gates is multiplied while it lies in the second cache, of few all that a thread has.
   const bool many = inputs.many();
   const int64_t block = Product<T>::block(inputs), scratch = Product<T>::scratch(inputs);

@@ -14,7 +14,7 @@ extern "C" int megakv_product(int type, int pairs, const void* x, int64_t rows, 
     require(rows >= 0 && threads > 0, Fault::SIZES);
     const Linear linear{weight, step, outputs, inputs, bias, biases, kind};
     linear.check(columns, T{});
-    Inputs given((const T*)x, rows, columns, pairs, threads);
+    Inputs given((const T*)x, rows, columns, {pairs != 0, kind != 0}, threads);
     products(given, &linear, 1, threads, (T*)out);
   });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <memory>
+#include <new>
 
 #include "faults.h"
 #include "vectors.h"
@@ -10,9 +11,10 @@
 namespace {
 
 // Memory for so many numbers, whatever they are at first: a vector would write each of them. That for none has an address.
+// Vectors of them lie in one line of the cache each.
 template <class T> class Space {
  public:
-  explicit Space(int64_t count) : numbers(new T[count]), count(count) {}
+  explicit Space(int64_t count) : numbers((T*)::operator new(count * sizeof(T), LINE)), count(count) {}
 
   T* data() { return numbers.get(); }
   const T* data() const { return numbers.get(); }
@@ -21,7 +23,12 @@ template <class T> class Space {
   const T& operator[](int64_t i) const { return numbers[i]; }
 
  private:
-  std::unique_ptr<T[]> numbers;
+  static constexpr std::align_val_t LINE{LINE_BYTES};
+  struct Free {
+    void operator()(T* numbers) const { ::operator delete(numbers, LINE); }
+  };
+
+  std::unique_ptr<T[], Free> numbers;
   int64_t count;
 };
 

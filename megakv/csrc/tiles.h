@@ -49,7 +49,8 @@ void pack_rows(Plain<T>, const uint8_t* first, int64_t step, int64_t rows, int64
 
 // The same of rows in blocks, which are unpacked first: rounded where cells are pairs.
 template <class K, class Cell>
-void pack_rows(K, const uint8_t* first, int64_t step, int64_t rows, int64_t d, int64_t columns, Cell* to) {
+__attribute__((noinline)) void pack_rows(K, const uint8_t* first, int64_t step, int64_t rows, int64_t d, int64_t columns,
+                                         Cell* to) {
   typedef std::conditional_t<NUMBERS<Cell> == 1, float, BFloat16> Number;
   static_assert(PIECE * NUMBERS<Cell> % (STRETCH / 2) == 0);
   Number tile[TILE_OUTPUTS][PIECE * NUMBERS<Cell>];

@@ -28,6 +28,7 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef int32_t FourInts __attribute__((vector_size(16)));
+typedef uint32_t FourWords __attribute__((vector_size(16)));
 typedef float Four __attribute__((vector_size(16)));
 
 struct BFloat16 { uint16_t bits; };

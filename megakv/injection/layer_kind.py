@@ -23,9 +23,11 @@ from megakv.attention.layer import TOLERANCE, LayerCalls
 from megakv.base.library import TYPES
 from megakv.forward.last_layer import LastLayerRows
 from megakv.injection.interface import ATTEND_ATTRIBUTE, CausalMask, scoring_of
-from megakv.injection.linears import FewRowsForward
+from megakv.injection.linears import FewRowsForward, all_reduce_of
 from megakv.injection.prompt_layer import PromptLayer
 from megakv.injection.recomputation import Recomputation
+from megakv.weights.blocks import BLOCKS
+from megakv.weights.packed_linear import PackedLinear
 from megakv.weights.placement.attention import SEPARATE
 from megakv.weights.tensor_parallel import RowParallelLinear
 
@@ -40,6 +42,7 @@ MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 PROJECTIONS = (*SEPARATE, "o_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+LINEARS = nn.Linear, RowParallelLinear, PackedLinear
 ACTIVATION = "act_fn"
 ACTIVATIONS = {"SiLU": 0, "SiLUActivation": 0, "GELUActivation": 1, "GELUTanh": 2}
 """Numbers in `megakv.attention.layer.ACTIVATIONS`."""
@@ -133,8 +136,9 @@ def settings(layer: Any) -> tuple[Any, ...] | None:
     if heard(inside) or any(own is not None and not isinstance(own, FewRowsForward) for own in replaced):
         return None
     *inputs, output, gate, up, down = own = linears(layer)
-    plain = all(type(each) is nn.Linear for each in (*inputs, gate, up)) and class_of(gate)[0]
-    if not plain or any(type(each) not in (nn.Linear, RowParallelLinear) for each in (output, down)):
+    linear = bool(_named(nn.Linear, nn.Linear.forward, nn.Linear.__call__)[0])
+    whole = all(type(each) in (nn.Linear, PackedLinear) for each in (*inputs, gate, up))
+    if not (linear and whole and all(type(each) in LINEARS for each in (output, down))):
         return None
     function, scope = feed_forward._modules[ACTIVATION], inspect.unwrap(type(attention).forward).__globals__
     rotary = [scope.get(each) for each in ROTARY]
@@ -142,10 +146,12 @@ def settings(layer: Any) -> tuple[Any, ...] | None:
     if not known or not _fits(attention, modules, own):
         return None
     eps = [module.variance_epsilon for module in modules.values() if hasattr(module, "variance_epsilon")]
-    shapes = [(each.weight.shape, each.bias is None, type(each)) for each in own]
+    shapes = [
+        (each.weight.shape, each.bias is None, all_reduce_of(each) is None, getattr(each, "kind", "")) for each in own
+    ]
     scale = attention.scaling, attention.head_dim
     code = [type(module).forward for module in modules.values()]
-    return *code, *rotary, vars(function).get("act"), *scale, *eps, own[0].weight.dtype, *shapes
+    return *code, *rotary, vars(function).get("act"), *scale, *eps, modules["input_layernorm"].weight.dtype, *shapes
 
 
 def places(layer: Any) -> list[Any]:
@@ -175,8 +181,8 @@ def _fits(attention: Any, modules: dict[str, Any], own: list[Any]) -> bool:
     norms += [attention._modules[name] for name in HEAD_NORMS if name in attention._modules]
     dim, dtype, hidden = attention.head_dim, norms[0].weight.dtype, norms[0].weight.shape[0]
     q, k, v, o, gate, up, down = (linear.weight for linear in own)
-    shapes = [(q, None, hidden), (k, None, hidden), (v, len(k), hidden), (o, hidden, len(q)), (up, None, hidden)]
-    shapes += [(gate, len(up), hidden), (down, hidden, len(up))]
+    outputs = None, None, len(k), hidden, len(up), None, hidden
+    inputs = hidden, hidden, hidden, len(q), hidden, hidden, len(up)
     vectors = [(norm.weight, hidden) for norm in norms[:2]] + [(norm.weight, dim) for norm in norms[2:]]
     vectors += [(linear.bias, len(linear.weight)) for linear in own if linear.bias is not None]
     return (
@@ -186,11 +192,21 @@ def _fits(attention: Any, modules: dict[str, Any], own: list[Any]) -> bool:
         and all(isinstance(norm.variance_epsilon, float) for norm in norms)
         and isinstance(attention.scaling, float)
         and all(
-            _plain(weight, dtype) and weight.dim() == 2 and weight.shape[1] == inputs and outputs in (None, len(weight))
-            for weight, outputs, inputs in shapes
+            _plain(linear.weight, torch.uint8 if isinstance(linear, PackedLinear) else dtype)
+            and linear.weight.dim() == 2
+            and linear.weight.shape[1] == _row(linear, columns)
+            and rows in (None, len(linear.weight))
+            for linear, rows, columns in zip(own, outputs, inputs, strict=True)
         )
         and all(_plain(vector, dtype) and vector.shape == (length,) for vector, length in vectors)
     )
+
+
+def _row(linear: nn.Linear, columns: int) -> int:
+    """Elements of a row of a weight for so many inputs, or bytes in blocks; -1 where it is for others."""
+    if not isinstance(linear, PackedLinear):
+        return columns
+    return BLOCKS[linear.kind].row_bytes(columns) if columns == linear.in_features else -1
 
 
 def _plain(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -230,7 +246,7 @@ def agrees(layer: Any, calls: LayerCalls, prompt: PromptLayer) -> bool:
     given = {"attention_mask": CausalMask(PROBED_WINDOW), "position_ids": positions, "position_embeddings": (cos, sin)}
     own: Any = _apart(layer)
     setattr(own.self_attn, ATTEND_ATTRIBUTE, attend)
-    summed = any(isinstance(each, RowParallelLinear) for each in linears(layer))
+    summed = any(all_reduce_of(each) is not None for each in linears(layer))
     mine = [calls.project(x, cos, sin, whole=True), prompt.project(x, cos, sin)]
     results = [calls.heads(packed) for packed in mine]
     try:

@@ -23,9 +23,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.attention.layer import Weight
 from megakv.distributed.comm import Communicator, Over
 from megakv.forward.pass_plan import PassPlan
-from megakv.injection.linears import FewRowsLinears, Slice, cut_product, product, summands, summed
+from megakv.injection.linears import (
+    FewRowsLinears,
+    Slice,
+    all_reduce_of,
+    at_blocks,
+    columns_of,
+    cut_columns,
+    cut_product,
+    product,
+    summands,
+    summed,
+)
 from megakv.weights.placement.attention import FUSED, LATENT, OUTPUTS, SEPARATE, find_attention
 from megakv.weights.placement.plan import (
     beside_attention,
@@ -35,7 +47,6 @@ from megakv.weights.placement.plan import (
     row_parallel_names,
 )
 from megakv.weights.placement.slices import Ranges, SliceSpec, split_width
-from megakv.weights.tensor_parallel import RowParallelLinear
 
 Current = Callable[[], PassPlan | None]
 Pays = Callable[[dict[str, int]], dict[str, bool]]
@@ -103,8 +114,8 @@ class SummedColumns:
 
     def __init__(self, linear: nn.Linear, columns: tuple[int, int], comm: Communicator, layer: int):
         self.columns, self._comm, self._layer = columns, comm, layer
-        self.own, self._inputs = Slice(linear, columns=columns), linear.weight.shape[1]
-        self.over: Over = "world" if isinstance(linear, RowParallelLinear) else "cp"
+        self.own, self._inputs = Slice(linear, columns=columns), columns_of(linear)[0]
+        self.over: Over = "cp" if all_reduce_of(linear) is None else "world"
 
     def output(self, linear: nn.Linear, x: Tensor) -> Tensor:
         """``[..., in]`` to ``[..., out]``."""
@@ -159,7 +170,7 @@ class SlicedExperts:
                 up, up_bias = self._weight("gate_up_proj", expert)
                 down, down_bias = self._weight("down_proj", expert)
                 inner = experts._apply_gate(cut_product(hidden_states[places // each], up, up_bias, self._rows))
-                out = product(inner, down[:, start:stop])
+                out = product(inner, Weight(down[:, start:stop]))
                 # Added once.
                 found[places] = out if down_bias is None or self._comm.mesh.cp_rank else out + down_bias
         weighted = found * top_k_weights.reshape(-1, 1)
@@ -207,7 +218,8 @@ class LinearSlices:
                 self._install(linears_in, group)
         if found["outputs"]:
             for index, linear in self._outputs:
-                self._install([linear], SummedColumns(linear, self._columns(linear), comm, index))
+                columns = cut_columns(linear, comm.mesh.cp_rank, comm.mesh.cp_size)
+                self._install([linear], SummedColumns(linear, columns, comm, index))
 
     def remove(self) -> None:
         """Give experts their own `forward` back. Linears forget their slices when `FewRowsLinears` goes."""
@@ -261,7 +273,7 @@ class LinearSlices:
             if name.endswith(".weight") and spec.ranges is not None
         }
         linears: list[Any] = [module.get_submodule(name) for name in cut]
-        if not self._known(linears):
+        if not self._known(linears) or not all(map(at_blocks, linears, cut.values())):
             return
         self._spare("feed_forward", *(linear.weight for linear in linears))
         for linear, spec in zip(linears, cut.values(), strict=True):
@@ -287,11 +299,6 @@ class LinearSlices:
             # All ranks have it whole.
             rows = GatheredRows([head], self._comm, "world", mesh.rank, mesh.world_size, None)
             self._install([head], rows, last=True)
-
-    def _columns(self, linear: nn.Linear) -> tuple[int, int]:
-        """This rank's run of columns; ranks beyond their number have none."""
-        width, rank, size = linear.weight.shape[1], self._comm.mesh.cp_rank, self._comm.mesh.cp_size
-        return split_width(width, size, rank) if width >= size else (min(rank, width), min(rank + 1, width))
 
     def _known(self, linears: Sequence[Any]) -> bool:
         return bool(linears) and all(id(linear) in self._forwards for linear in linears)

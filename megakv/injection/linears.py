@@ -12,20 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from megakv.attention.layer import Weight
 from megakv.distributed.comm import Communicator, Over
+from megakv.weights.blocks import BLOCKS
 from megakv.weights.packed_linear import PackedLinear
+from megakv.weights.packed_product import weight_product
 from megakv.weights.placement.plan import decoder_layers
-from megakv.weights.placement.slices import Ranges
-from megakv.weights.products import (
-    PLAIN,
-    TORCH,
-    Products,
-    autocast,
-    few_rows,
-    rows_product,
-)
+from megakv.weights.placement.slices import Ranges, SliceSpec, split_width
+from megakv.weights.products import PLAIN, TORCH, Products, autocast, few_rows, rows_product
 from megakv.weights.quantised import is_plain_linear
-from megakv.weights.tensor_parallel import RowParallelLinear
+from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
 
 LEAST_WEIGHT = 1 << 16
 """Elements of a weight below which reading it takes less than finding out how (measured)."""
@@ -45,6 +41,8 @@ class FewRowsForward:
         if self.sliced is not None and (out := self.sliced(x)) is not None:
             return out
         linear: Any = self.linear
+        if isinstance(linear, PackedLinear):
+            return self.before(x)
         if not few_rows(x):
             own = self.products.many == TORCH and x.element_size() != 2
             if own or x.device.type != "cpu" or x.dtype != linear.weight.dtype or autocast(x):
@@ -64,11 +62,12 @@ class FewRowsLinears:
         head = model.get_output_embeddings()
         for module in (*(inner for layer in layers_of(model) for inner in layer.modules()), head):
             # What is anything else may compute something else.
-            if is_plain_linear(module) and module.weight.numel() >= LEAST_WEIGHT:
+            packed = isinstance(module, PackedLinear) and "forward" not in vars(module)
+            if packed or (is_plain_linear(module) and module.weight.numel() >= LEAST_WEIGHT):
                 forward = FewRowsForward(module, products)
                 module.forward = forward
                 self.forwards.append(forward)
-            elif isinstance(module, PackedLinear):
+            if packed:
                 module.products = products
 
     def remove(self) -> None:
@@ -85,32 +84,36 @@ def layers_of(model: PreTrainedModel) -> list[nn.Module]:
         return []
 
 
-def product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    products: Products = PLAIN,
-) -> Tensor:
+def all_reduce_of(linear: nn.Linear) -> AllReduce | None:
+    """The sum of a linear that is spread over tensor-parallel ranks; None of any other."""
+    found: AllReduce | None = getattr(linear, "all_reduce", None)
+    return found
+
+
+def product(x: Tensor, part: Weight, products: Products = PLAIN) -> Tensor:
     """A product with a slice of a weight, ``[..., in]`` and ``[out, in]``."""
-    own = weight.stride(-1) == 1 and not autocast(x)
-    return rows_product(x, weight, bias, products) if own else F.linear(x, weight, bias)
+    own = part.blocks or (part.weight.stride(-1) == 1 and not autocast(x))
+    return weight_product(x, part, products) if own else F.linear(x, part.weight, part.bias)
 
 
 def cut_product(x: Tensor, weight: Tensor, bias: Tensor | None, ranges: Ranges) -> Tensor:
     """The outputs of some runs of a weight's rows, one behind the other."""
-    parts = [product(x, weight[a:b], None if bias is None else bias[a:b]) for a, b in ranges]
+    parts = [product(x, Weight(weight[a:b], None if bias is None else bias[a:b])) for a, b in ranges]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 class Slice:
-    """Some rows, or columns, of a linear's weight: views, made anew only where it has been given another weight."""
+    """Some rows, or columns, of a linear's weight: views, made anew only where it has been given another weight.
 
-    __slots__ = ("_bias", "_columns", "_linear", "_place", "_products", "_rows", "_view", "_weight")
+    Columns of a weight in blocks begin and end with a block.
+    """
+
+    __slots__ = ("_columns", "_linear", "_place", "_products", "_rows", "_view", "_weight")
 
     def __init__(
         self, linear: nn.Linear, *, rows: tuple[int, int] | None = None, columns: tuple[int, int] | None = None
     ):
-        self._linear, self._rows, self._columns = linear, slice(*(rows or (None,))), slice(*(columns or (None,)))
+        self._linear, self._rows, self._columns = linear, slice(*(rows or (None,))), columns
         self._weight: Tensor | None = None
         self._place: tuple[int, int | None] | None = None
         forward = vars(linear).get("forward")
@@ -118,18 +121,47 @@ class Slice:
 
     def product(self, x: Tensor) -> Tensor:
         """``[..., in]`` times it; with the bias of its rows, where they are whole."""
-        return product(x, *self.views(), self._products)
+        return product(x, self.part(), self._products)
 
-    def views(self) -> tuple[Tensor, Tensor | None]:
+    def part(self) -> Weight:
         """Its part of the weight, and the bias of its rows, where they are whole."""
         weight, bias = self._linear.weight, self._linear.bias
         # What is assigned to `data` leaves a parameter what it was.
         place = weight.data_ptr(), None if bias is None else bias.data_ptr()
         if weight is not self._weight or place != self._place:
-            whole = self._columns == slice(None)
-            self._weight, self._place, self._view = weight, place, weight[self._rows, self._columns]
-            self._bias = bias[self._rows] if bias is not None and whole else None
-        return self._view, self._bias
+            own = None if bias is None or self._columns else bias.detach()[self._rows]
+            self._weight, self._place = weight, place
+            self._view = weight_of(self._linear, weight.detach()[self._rows], own, self._columns)
+        return self._view
+
+
+def weight_of(linear: nn.Linear, rows: Tensor, bias: Tensor | None, columns: tuple[int, int] | None = None) -> Weight:
+    """Some rows of a linear's weight, or some columns of those, for compiled calls."""
+    if not isinstance(linear, PackedLinear):
+        return Weight(rows[:, slice(*(columns or (None,)))], bias)
+    block, (first, last) = BLOCKS[linear.kind], columns or (0, linear.in_features)
+    return Weight(rows[:, block.row_bytes(first) : block.row_bytes(last)], bias, block.number, last - first)
+
+
+def columns_of(linear: nn.Linear) -> tuple[int, int]:
+    """Columns of a linear's weight, and how many stay together where it is cut along them: those of a block."""
+    if isinstance(linear, PackedLinear):
+        return linear.in_features, BLOCKS[linear.kind].elements
+    return linear.weight.shape[1], 1
+
+
+def cut_columns(linear: nn.Linear, rank: int, size: int) -> tuple[int, int]:
+    """A rank's run of a linear's columns; ranks beyond their number, or that of their blocks, have none."""
+    columns, unit = columns_of(linear)
+    count = columns // unit
+    ends = split_width(count, size, rank) if count >= size else (min(rank, count), min(rank + 1, count))
+    return ends[0] * unit, ends[1] * unit
+
+
+def at_blocks(linear: nn.Linear, spec: SliceSpec) -> bool:
+    """Whether a linear's columns, where it is cut along them, are cut between blocks."""
+    _, unit = columns_of(linear)
+    return spec.dim == 0 or all(end % unit == 0 for ends in spec.ranges or () for end in ends)
 
 
 def summands(comm: Communicator, own: Tensor, over: Over, layer: int | None) -> Tensor:

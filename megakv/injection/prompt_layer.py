@@ -8,12 +8,14 @@ states, in memory that a long prompt takes anew: of a block it stays in caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from megakv.attention.layer import LayerCalls, Weight
-from megakv.weights.products import Products, many_product, widened_product
+from megakv.weights.packed_product import weight_product
+from megakv.weights.products import Products, widened_product
 
 LEAST_ROWS = 65
 """Rows from which on layers are computed so; of fewer, products are other ones."""
@@ -43,8 +45,8 @@ class Blocks:
         return map(slice, bounds, bounds[1:])
 
     def widened(self, parts: Sequence[Weight]) -> list[Weight]:
-        """Their weights in float32, if they are few; it is the last call's no more."""
-        sizes = [part.weight.numel() for part in parts]
+        """Their weights in float32, if they are few; it is the last call's no more. Those in blocks stay."""
+        sizes = [0 if part.blocks else part.weight.numel() for part in parts]
         if sum(sizes) > MOST_WIDENED:
             return list(parts)
         if len(self._memory) < sum(sizes):
@@ -54,7 +56,8 @@ class Blocks:
         found = []
         for part, memory in zip(parts, self._memory[: sum(sizes)].split(sizes), strict=True):
             bias = None if part.bias is None else part.bias.float()
-            found.append(Weight(memory.view_as(part.weight).copy_(part.weight), bias))
+            wide = part.weight if part.blocks else memory.view_as(part.weight).copy_(part.weight)
+            found.append(replace(part, weight=wide, bias=bias))
         return found
 
 
@@ -134,6 +137,6 @@ class PromptLayer:
         return parts if self._dtype == self._calls.dtype else self._blocks.widened(parts)
 
     def _product(self, x: Tensor, part: Weight) -> Tensor:
-        if x.dtype != part.weight.dtype:
+        if x.dtype != part.weight.dtype and not part.blocks:
             return widened_product(x, part.weight, part.bias)
-        return many_product(x, part.weight, part.bias, self._products)
+        return weight_product(x, part, self._products, many=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megakv.attention.compiled import RowTable, RowTables
-from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, Weight
+from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm
 from megakv.attention.step import TokenStep
 from megakv.attention.token_layer import LayerRanks, Moment, WholeLayer, WholeLayersCall
 from megakv.distributed.comm import Over
@@ -33,9 +33,9 @@ from megakv.injection.layer_kind import (
     shown_to,
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
+from megakv.injection.linears import all_reduce_of, weight_of
 from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
 from megakv.weights.products import Products
-from megakv.weights.tensor_parallel import RowParallelLinear
 
 logger = logging.getLogger(__name__)
 
@@ -247,19 +247,19 @@ class TokenLayer:
         for name in (*PROJECTIONS, *FEED_FORWARD):
             linear = getattr(attention if name in PROJECTIONS else feed_forward, name)
             part = None if slices is None else slices.part(linear)
-            weight, bias = linear.weight, linear.bias
+            # Whatever becomes of the parameter, this memory stays.
+            weight, bias = linear.weight.detach(), None if linear.bias is None else linear.bias.detach()
             if isinstance(part, GatheredRows):
                 gather, own = part, part.own.get(id(linear))
-                weight, bias = (weight[:0], None) if own is None else own.views()
+                found = weight_of(linear, weight[:0], None) if own is None else own.part()
             elif isinstance(part, KeptRows):
                 (own,) = part.own
-                weight, bias = own.views()
+                found = own.part()
             elif isinstance(part, SummedColumns):
-                weight, bias = part.own.views()
-            elif isinstance(linear, RowParallelLinear):
-                bias = None
-            # Whatever becomes of the parameter, this memory stays.
-            fields[name.removesuffix("_proj")] = Weight(weight.detach(), None if bias is None else bias.detach())
+                found = part.own.part()
+            else:
+                found = weight_of(linear, weight, bias if all_reduce_of(linear) is None else None)
+            fields[name.removesuffix("_proj")] = found
         fields |= {name: _norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)}
         dim = attention.head_dim
         weights = LayerWeights(
@@ -275,9 +275,9 @@ class TokenLayer:
         calls, down = LayerCalls(self._kernel, weights), feed_forward.down_proj
         o_part, down_part = (None if slices is None else slices.part(linear) for linear in (attention.o_proj, down))
         summands = down_part.summands if isinstance(down_part, SummedColumns) else None
-        if summands is None and isinstance(down, RowParallelLinear):
-            summands = lambda own: down.all_reduce(own)[None]  # noqa: E731
-        projects = o_part is not None or isinstance(attention.o_proj, RowParallelLinear)
+        if summands is None and (all_reduce := all_reduce_of(down)) is not None:
+            summands = lambda own: all_reduce(own)[None]  # noqa: E731
+        projects = o_part is not None or all_reduce_of(attention.o_proj) is not None
         prompt = PromptLayer(calls, self._blocks, self._products)
         return _Plan(calls, gather, projects, summands, self._whole(calls, gather, o_part, down_part), prompt)
 
@@ -294,7 +294,7 @@ class TokenLayer:
             "partial": "cp" if mesh.cp_size > 1 else None,
         }
         for name, linear, part in (("outputs", o, o_part), ("feed_forward", down, down_part)):
-            spread: Over | None = "tp" if isinstance(linear, RowParallelLinear) else None
+            spread: Over | None = None if all_reduce_of(linear) is None else "tp"
             over[name] = spread if part is None else part.over
         if "tp" in over.values() or not all(group is None or group in channels for group in over.values()):
             return None
@@ -310,10 +310,9 @@ class TokenLayer:
 
 def _sum(linear: Any) -> Sum | None:
     """That of a linear which is spread over tensor-parallel ranks."""
-    if not isinstance(linear, RowParallelLinear):
+    if (every := all_reduce_of(linear)) is None:
         return None
-    every: Any = linear
-    return every.all_reduce if linear.bias is None else lambda parts: every.all_reduce(parts) + every.bias
+    return every if linear.bias is None else lambda parts: every(parts) + linear.bias
 
 
 def _norm(module: Any) -> Norm:

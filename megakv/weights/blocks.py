@@ -45,6 +45,9 @@ BLOCKS = {
     )
 }
 
+NUMBERED = {block.number: block for block in BLOCKS.values()}
+"""The same by their numbers."""
+
 
 def unpack(packed: Tensor, kind: str) -> Tensor:
     """``[rows, columns]`` float32 of ``[rows, row bytes]`` uint8: the bits that `gguf.quants.dequantize` gives."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,8 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.kind, self.weight, self.dtype = kind, weight, dtype
+        # As the family has it, for `unpack_modules`; no module of this one, and its table has no memory.
+        self.__dict__["embedding"] = embedding
         # What some families multiply embeddings with.
         self.embed_scale: Tensor | None
         self.register_buffer("embed_scale", getattr(embedding, SCALE, None), persistent=False)
@@ -114,6 +116,29 @@ def pack_modules(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype)
         else:
             model.set_submodule(path, PackedLinear(module, kind, packed))
     return dict.fromkeys(kinds, torch.uint8)
+
+
+def unpack_modules(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put plain linears and embeddings in the places of packed ones, with their weights rounded to `dtype` alone.
+
+    For one rank that holds all of a model.
+    """
+    shared: dict[int, nn.Parameter] = {}
+    for path, module in [*model.named_modules()]:
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        weight = shared.get(id(module.weight))
+        if weight is None:
+            weight = nn.Parameter(unpack(module.weight, module.kind).to(dtype), requires_grad=False)
+            shared[id(module.weight)] = weight
+        plain: nn.Linear | nn.Embedding
+        if isinstance(module, PackedLinear):
+            plain = nn.Linear(1, 1, bias=False, device="meta")
+            plain.out_features, plain.in_features, plain.bias = module.out_features, module.in_features, module.bias
+        else:
+            plain = cast(nn.Embedding, module.embedding)
+        plain.weight = weight
+        model.set_submodule(path, plain)
 
 
 def check_blocks(

@@ -12,10 +12,11 @@ import functools
 import torch
 from torch import Tensor
 
+from megakv.attention.layer import Weight
 from megakv.attention.linear import FEW_ROWS as KERNEL_ROWS
 from megakv.attention.linear import LinearKernel, load_linear
-from megakv.weights.blocks import BLOCKS, BlockType, unpack
-from megakv.weights.products import BLOCK, OWN, PLAIN, Products, padded_product
+from megakv.weights.blocks import BLOCKS, NUMBERED, BlockType, unpack
+from megakv.weights.products import BLOCK, OWN, PLAIN, Products, many_product, padded_product, rows_product
 
 TOLERANCE = 1e-5
 
@@ -35,6 +36,13 @@ def packed_product(
     if kernel is not None and kernel.reads(x, packed, bias, most_rows):
         return kernel(x, packed, bias, pairs=products.pairs, blocks=block.number)
     return unpacked_product(x, packed, block, columns, bias)
+
+
+def weight_product(x: Tensor, part: Weight, products: Products = PLAIN, *, many: bool = False) -> Tensor:
+    """The same of a weight in blocks or a plain one; of that `many` rows as no kernel for few multiplies them."""
+    if part.blocks:
+        return packed_product(x, part.weight, NUMBERED[part.blocks].name, part.columns, part.bias, products)
+    return (many_product if many else rows_product)(x, part.weight, part.bias, products)
 
 
 def unpacked_product(x: Tensor, packed: Tensor, block: BlockType, columns: int, bias: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ from megakv.weights.formats.format import LoadRequest, WeightFormat, quantizatio
 AS_STORED = "as_stored"
 """The setting of whoever takes weights in the form in which they come."""
 PLAIN = "plain"
+AT_LOAD = ("int8", "q4_1", "fp8")
+"""Formats that plain weights can be brought into as they are read; listed here, as nobody else needs to load them."""
 FORMATS: Registry[type[WeightFormat]] = Registry(
     "weight format",
     {
@@ -40,7 +42,7 @@ QUANTISED: Registry[type[WeightFormat]] = Registry(
 
 def settings() -> tuple[str, ...]:
     """Values of ``megakv.weights.format``."""
-    return (AS_STORED, *(name for name, kind in FORMATS.items() if kind.at_load))
+    return (AS_STORED, *AT_LOAD)
 
 
 def check_plain(config: PreTrainedConfig) -> None:
@@ -61,7 +63,7 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     stored = FORMATS[PLAIN]
     if directory is not None and config is not None:
         registry = QUANTISED if quantization_of(config) else FORMATS
-        kinds = (kind for kind in registry.values() if not kind.at_load)
+        kinds = (registry[name] for name in registry if name not in AT_LOAD)
         stored = next(kind for kind in kinds if kind.recognises(directory, config))
     elif config is not None:
         check_plain(config)

@@ -37,7 +37,7 @@ class StoredRows:
     """A matrix of a file whose rows the model has in another `order`, read by parts: packed, or as numbers."""
 
     def __init__(self, tensor: StoredTensor, order: Tensor, *, packed: bool):
-        self.tensor, self.packed = tensor, packed
+        self.tensor, self.packed, self.bytes_read = tensor, packed, 0
         self._order = None if torch.equal(order, torch.arange(len(order))) else order
 
     def read(self, dim: int, ranges: Ranges) -> Tensor:
@@ -61,6 +61,7 @@ class StoredRows:
             here = self._order[start:stop]
             first, last = int(here.min()), int(here.max()) + 1
         rows = self.tensor.read(first, last)
+        self.bytes_read += rows.nbytes
         check_scales(self.tensor, rows)
         rows = rows if self.packed else unpacked(self.tensor, rows)
         return rows if here is None else rows[here - first]
@@ -82,7 +83,8 @@ class GgufWeights:
     owned = True
 
     def __init__(self, file: GgufFile, model: PreTrainedModel):
-        self.bytes_read, self.unexpected = 0, list[str]()
+        self.unexpected: list[str] = []
+        self._processed_bytes = 0
         self._file = file
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._processor, self._names = _rules(file, model)
@@ -102,12 +104,16 @@ class GgufWeights:
             if (order := self._order(name, tensors)) is not None
         }
 
+    @property
+    def bytes_read(self) -> int:
+        return self._processed_bytes + sum(rows.bytes_read for rows in self.rows.values())
+
     def has(self, name: str) -> bool:
         return name in self._stored
 
     def read(self, name: str, spec: SliceSpec) -> Tensor:
-        self.bytes_read += sum(tensor.nbytes for tensor in self._stored[name])
         if name not in self.rows:
+            self._processed_bytes += sum(tensor.nbytes for tensor in self._stored[name])
             return spec.take(self._processed(name))
         whole = ((0, self._shapes[name][0]),)
         return self.rows[name].read(*((0, whole) if spec.ranges is None else (spec.dim, spec.ranges)))

@@ -5,6 +5,7 @@ import torch
 
 from megakv.weights.blocks import BLOCKS, unpack
 from megakv.weights.packed_product import packed_product
+from megakv.weights.products import OWN, TORCH, Products
 from tests.packed import drawn_packed
 
 
@@ -23,15 +24,16 @@ def view(rows: int, columns: int, kind: str):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("many", [TORCH, OWN])
 @pytest.mark.parametrize("kind", BLOCKS)
-def test_products(kind: str, dtype: torch.dtype) -> None:
-    for most_rows in (8, 8, 8, 20, 150):
+def test_products(kind: str, many: str, dtype: torch.dtype) -> None:
+    for most_rows in (8, 8, 20, 150, 300):
         rows, outputs, count = (int(torch.randint(1, most, ())) for most in (most_rows, 90, 9))
         columns = count * BLOCKS[kind].elements
         packed = view(outputs, columns, kind)
         x = torch.randn(*([2] * (rows % 2)), rows, columns).to(dtype)
         bias = torch.randn(outputs).to(dtype) if outputs % 2 else None
-        found = packed_product(x, packed, kind, columns, bias)
+        found = packed_product(x, packed, kind, columns, bias, Products(many=many))
         assert (found.dtype, found.shape) == (dtype, (*x.shape[:-1], outputs))
         weight = unpack(packed, kind).double()
         expected = x.double() @ weight.t() + (0 if bias is None else bias.double())
