@@ -101,6 +101,24 @@ def accuracy_table() -> str:
     return "\n".join(lines) + "\n"
 
 
+def formats_table() -> str:
+    """What comes of quantised folders on four meshes (docs/formats.json, from ``python -m tests.format_table``)."""
+    table = json.loads((ROOT / "docs" / "formats.json").read_text())
+    reasons: dict[str, int] = {}
+
+    def cell(outcome: str) -> str:
+        word, _, reason = outcome.partition(": ")
+        return f"{word} ({reasons.setdefault(reason, len(reasons) + 1)})" if reason else word
+
+    lines = ["| format | families | CP 1 | CP 2 | TP 2 | CP 2 x TP 2 |", "|---|---|---|---|---|---|"]
+    for kind, families in table.items():
+        rows: dict[tuple[str, ...], list[str]] = {}
+        for family, found in families.items():
+            rows.setdefault(tuple(map(cell, found.values())), []).append(f"`{family}`")
+        lines += [f"| {kind} | {', '.join(names)} | {' | '.join(cells)} |" for cells, names in rows.items()]
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())]) + "\n"
+
+
 METHODS = {
     "single": "plain transformers, one process of its own on every rank",
     "tp": "DeepSpeed AutoTP, its shared-memory sums",
@@ -253,6 +271,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "predictions": predictions_table,
     "compression": compression_table,
     "balance": balance_table,
+    "formats": formats_table,
 }
 
 

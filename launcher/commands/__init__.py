@@ -8,7 +8,7 @@ SUMMARIES = {
     "chat": "Talk with a model about a document, in sessions that stay sharded over the ranks.",
     "serve": "Answer many over HTTP: OpenAI's endpoints and a page; what was read of a prompt is kept.",
     "info": "This machine, the versions in use, and the methods to choose from.",
-    "check": "Read a run's JSON and say how many ranks it wants.",
+    "check": "Read a run's JSON, or a model's folder, and say what it wants.",
     "timeline": "Draw a run's report, as a picture and as a trace for chrome://tracing or Perfetto.",
     "report": "Write one HTML page, with nothing outside it, about one or several runs side by side.",
     "profile": "Measure this machine's compute, memory and links once, for the choice of methods.",

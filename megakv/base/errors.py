@@ -35,6 +35,7 @@ EXTRAS = {
     "plan": ("scipy",),
     "report": ("matplotlib",),
     "gguf": ("gguf",),
+    "quantised": ("compressed_tensors",),
 }
 """Packages of each extra, by the names that they are imported by; ``all`` brings every one."""
 

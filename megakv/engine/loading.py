@@ -25,7 +25,7 @@ from megakv.weights.folder import local_directory, model_class, read_config, rea
 from megakv.weights.formats import AS_STORED, LoadRequest, WeightFormat, choose_format
 from megakv.weights.placement import WHOLE, HeadMap, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from megakv.weights.placement.plan import InjectionPolicy
-from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
+from megakv.weights.quantised import PLAIN, keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
 
@@ -211,7 +211,8 @@ def _materialise(
 ) -> None:
     """Fill a model's parameters, of local shapes, from a source, one at a time, and move its buffers.
 
-    Tied ones stay so, and a source's own parameters that are used where they lie stay what they are. `dtypes` are those
+    Tied ones stay so, and a source's own parameters that are used where they lie, or are no plain tensors, stay what
+    they are. `dtypes` are those
     that weights are read in, `kept` those of what is kept; they differ where the format makes others as they come.
     """
 
@@ -221,6 +222,8 @@ def _materialise(
         if spec.zero:
             return torch.zeros(shape, dtype=dtype, device=device) if home is None else home.zero_()
         value = source.read(name, spec)
+        if source.owned and type(value) not in PLAIN:
+            return value
         if home is None and source.owned and spec.ranges is None and (value.dtype, value.device) == (dtype, device):
             return value
         return (torch.empty(shape, dtype=dtype, device=device) if home is None else home).copy_(value)

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
+)
 
 from megakv.base.errors import MegaKVError
 from megakv.weights.files import StoredTensors
@@ -26,8 +33,8 @@ class CheckpointWeights:
 
     owned = False
 
-    def __init__(self, directory: Path, model: PreTrainedModel):
-        self._stored = StoredTensors(directory)
+    def __init__(self, directory: Path, model: PreTrainedModel, stored: StoredTensors | None = None):
+        self._stored = stored or StoredTensors(directory)
         self._entries: dict[str, LazyTensor] = {}
         self._keys: dict[str, list[str]] = {}
         self.unexpected: list[str] = []
@@ -56,7 +63,7 @@ class CheckpointWeights:
 
     def _trace(self, model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
         """Find, as transformers' `convert_and_load_state_dict_in_model` does, what makes up each parameter."""
-        rules = get_model_conversion_mapping(model)
+        rules = self._rules(model)
         renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
         converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
         converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
@@ -78,17 +85,25 @@ class CheckpointWeights:
                 converter.add_tensor(name, key, pattern, tensor)
         for first, converter in pending.items():
             keys = self._keys[first]
-            try:
-                converted = converter.convert(first, model=model, config=model.config)
-            except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
-                raise MegaKVError(
-                    f"{self._stored.directory}: {first} cannot be put together from {keys[0]} and {len(keys) - 1} more "
-                    f"({error}); the checkpoint is incomplete or of another model"
-                ) from error
-            for name, value in converted.items():
-                result = value[0] if isinstance(value, list) else value
+            for name, result in self._convert(first, converter, model).items():
                 self._entries[name] = result if isinstance(result, LazyTensor) else from_tensor(result)
                 self._keys[name] = keys
+
+    def _rules(self, model: PreTrainedModel) -> list[WeightTransform]:
+        """How stored names and layouts become the model's."""
+        return get_model_conversion_mapping(model)
+
+    def _convert(self, first: str, converter: WeightConverter, model: PreTrainedModel) -> dict[str, Any]:
+        """Parameters by name that a conversion makes of what it was given."""
+        try:
+            converted = converter.convert(first, model=model, config=model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError, TypeError) as error:
+            keys = self._keys[first]
+            raise MegaKVError(
+                f"{self._stored.directory}: {first} cannot be put together from {keys[0]} and {len(keys) - 1} more "
+                f"({error}); the checkpoint is incomplete or of another model"
+            ) from error
+        return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
 
     def _check_present(self, model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
         tied: dict[int, list[str]] = {}

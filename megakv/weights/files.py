@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,15 @@ ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # Pages of a mapped file count as this process's memory until the file is closed.
 MAPPED_BYTES = 64 << 20
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+QUANTISED_TYPES = FLOATS | {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    **{f"I{bits}": getattr(torch, f"int{bits}") for bits in (8, 16, 32, 64)},
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types of tensors that quantised weights consist of."""
 ADVICE = (
     "convert it once with a trusted machine's `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`, which "
     "writes safetensors"
@@ -86,9 +96,10 @@ class StoredTensors:
     Files are mapped, and closed again whenever `MAPPED_BYTES` of them have been touched.
     """
 
-    def __init__(self, directory: Path):
+    def __init__(self, directory: Path, types: Mapping[str, torch.dtype] = FLOATS):
         self.directory = directory
         self.bytes_read = 0
+        self._types = types
         self._open: dict[str, Any] = {}
         self._touched = 0
         weight_map = _weight_map(directory)
@@ -113,13 +124,16 @@ class StoredTensors:
 
     def open(self, key: str) -> LazyTensor:
         """The tensor stored under `key`."""
-        name = self.file_of[key]
+        return self.open_in(key, self.file_of[key])
+
+    def open_in(self, key: str, name: str) -> LazyTensor:
+        """The tensor stored under `key` in a file."""
         stored = self._file(name).get_slice(key)
         shape, kind = stored.get_shape(), stored.get_dtype()
-        if kind not in FLOATS:
+        if kind not in self._types:
             raise MegaKVError(
-                f"{self.directory / name}: {key} has type {kind}, expected one of {', '.join(FLOATS)}; quantised "
-                "weights are not supported"
+                f"{self.directory / name}: {key} has type {kind}, expected one of {', '.join(self._types)}; quantised "
+                "weights need a quantization_config in config.json"
             )
 
         def read(dim: int, ranges: Ranges) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -71,32 +71,37 @@ def _not_plain(model: PreTrainedModel) -> Iterator[str]:
             yield f"{name} has a forward of its own"
 
 
-def keep_quantised(
-    model: PreTrainedModel,
-    how: str,
-    request: LoadRequest,
-    setting: str,
-) -> None:
+def keep_quantised(model: PreTrainedModel, how: str, request: LoadRequest, setting: str) -> None:
     """Make a quantised module ready where it is, its parameters untouched; a ValueError names what would change them.
 
     `setting` is ``megakv.weights.format``.
-
-    Formats that unpack their weights at the first forward are given one.
     """
-    refused = {
-        f"tensor_parallel.tp_size = {request.tp_size}": request.tp_size > 1,
+    changed = {
         f"megakv.weights.format = {setting!r}": setting != AS_STORED,
-        "megakv.offload.weights = true": request.offloaded,
         f"dtype = {request.dtype}": request.dtype not in (None, model.dtype),
     }
-    for setting, given in refused.items():
+    refuse_changes(f"the model given, whose weights are quantised ({how}) and stay as they are", request, changed)
+    settle(model, request.device)
+
+
+def refuse_changes(what: str, request: LoadRequest, changed: Mapping[str, bool] | None = None) -> None:
+    """Refuse settings that would cut, move or otherwise change quantised weights, by their names."""
+    cut = {
+        f"tensor_parallel.tp_size = {request.tp_size}": request.tp_size > 1,
+        "megakv.offload.weights = true": request.offloaded,
+    }
+    for setting, given in (cut | dict(changed or {})).items():
         if given:
             raise ValueError(
-                f"{setting} is not supported for the model given, whose weights are quantised ({how}) and stay as they "
-                "are: leave it out, and share the work by megakv.context_parallel.size; or load it unquantised"
+                f"{setting} is not supported for {what}: leave it out, and share the work by "
+                "megakv.context_parallel.size; or load it unquantised"
             )
-    device = request.device
+
+
+def settle(model: PreTrainedModel, device: torch.device) -> None:
+    """Bring a quantised module to its device; what unpacks its weights at the first forward is given one."""
     if any(tensor.device != device for tensor in (*model.parameters(), *model.buffers())):
         model.to(device)
     model.eval()
-    model(torch.zeros(1, 1, dtype=torch.int64, device=device))
+    with torch.no_grad():
+        model(torch.zeros(1, 1, dtype=torch.int64, device=device))

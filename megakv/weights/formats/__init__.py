@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig
 
 from megakv.base.registry import Registry
-from megakv.weights.formats.format import LoadRequest, WeightFormat
+from megakv.weights.formats.format import LoadRequest, WeightFormat, quantization_of
 
 AS_STORED = "as_stored"
 """The setting of whoever takes weights in the form in which they come."""
@@ -25,6 +25,19 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
         PLAIN: "megakv.weights.formats.plain:PlainFormat",
     },
 )
+QUANTISED: Registry[type[WeightFormat]] = Registry(
+    "format of quantised weights",
+    {
+        "fp8_blocks": "megakv.weights.formats.fp8_blocks:Fp8BlocksFormat",
+        "mxfp4": "megakv.weights.formats.mxfp4:Mxfp4Format",
+        "gptq": "megakv.weights.formats.packed_integers:GptqFormat",
+        "awq": "megakv.weights.formats.packed_integers:AwqFormat",
+        "compressed_tensors": "megakv.weights.formats.compressed_tensors:CompressedTensorsFormat",
+        # The last one takes what no other has recognised.
+        "transformers": "megakv.weights.formats.transformers:TransformersFormat",
+    },
+)
+"""Formats of folders whose config.json has a quantization_config."""
 
 
 def settings() -> tuple[str, ...]:
@@ -33,14 +46,11 @@ def settings() -> tuple[str, ...]:
 
 
 def check_plain(config: PreTrainedConfig) -> None:
-    """Refuse a config of quantised weights that no format has recognised."""
-    configs = (config, config.get_text_config())
-    quantised = next((found for each in configs if (found := getattr(each, "quantization_config", None))), None)
-    if quantised is not None:
-        method = (quantised if isinstance(quantised, dict) else vars(quantised)).get("quant_method", "")
+    """Refuse random weights for a config of quantised ones."""
+    if quantization_of(config):
         raise ValueError(
-            f"model type {config.model_type!r} with quantization_config ({method}) is not supported: MegaKV computes "
-            "with unquantised weights; use a checkpoint in bfloat16, float16 or float32"
+            f"megakv.load = 'random' makes plain weights, but config.json of model type {config.model_type!r} has a "
+            "quantization_config: remove that from it"
         )
 
 
@@ -52,9 +62,10 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     """
     stored = FORMATS[PLAIN]
     if directory is not None and config is not None:
-        kinds = (FORMATS[name] for name in FORMATS if name not in AT_LOAD)
+        registry = QUANTISED if quantization_of(config) else FORMATS
+        kinds = (registry[name] for name in registry if name not in AT_LOAD)
         stored = next(kind for kind in kinds if kind.recognises(directory, config))
-    if stored is FORMATS[PLAIN] and config is not None:
+    elif config is not None:
         check_plain(config)
     if setting == AS_STORED:
         return stored(directory)
@@ -67,4 +78,4 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     return chosen
 
 
-__all__ = ["AS_STORED", "FORMATS", "LoadRequest", "WeightFormat", "choose_format", "settings"]
+__all__ = ["AS_STORED", "FORMATS", "QUANTISED", "LoadRequest", "WeightFormat", "choose_format", "settings"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ class LoadRequest:
     tp_size: int = 1
     offloaded: bool = False
     """Whether weights of decoder layers lie off the accelerator."""
+
+
+def quantization_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a config says of how weights are quantised; empty for plain ones."""
+    for each in (config, config.get_text_config()):
+        found = getattr(each, "quantization_config", None)
+        if found is not None:
+            values = found if isinstance(found, dict) else found.to_dict()
+            return {**values, "quant_method": str(getattr(method := values.get("quant_method"), "value", method))}
+    return {}
 
 
 class WeightFormat:

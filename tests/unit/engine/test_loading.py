@@ -117,8 +117,8 @@ def test_refusals(tmp_path: Path) -> None:
             "is not supported: its forward takes no past_key_values and no position_ids",
         ),
         (
-            {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            r"quantization_config \(gptq\) is not supported",
+            {"quantization_config": {"quant_method": "gptq", "bits": 3}},
+            r"quantization_config.bits = 3 is not supported; allowed: 2 or 4 or 8",
         ),
     ],
 )
