@@ -29,6 +29,7 @@ from megakv.weights.placement.plan import InjectionPolicy
 from megakv.weights.quantised import keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
+from megakv.weights.text_part import leave_other_senses
 
 if TYPE_CHECKING:
     from megakv.offload.weights import LayerWeights
@@ -55,7 +56,8 @@ class LoadedModel:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model without memory: parameters on the meta device, buffers (rotary frequencies) real on the CPU.
+    """The text part of a model without memory: parameters on the meta device, buffers (rotary frequencies) real on the
+    CPU.
 
     A model that transformers does not know, that is quantised or that MegaKV cannot serve is a `ValueError`.
     """
@@ -73,6 +75,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     check_support(family, config)
     model.tie_weights()
     _renew_tables(model, model)
+    leave_other_senses(model)
     return model
 
 
@@ -159,7 +162,12 @@ def build_model(
     else:
         source = checkpoint = CheckpointWeights(directory, model)
         if (found := checkpoint.unexpected) and progress:
-            logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
+            logger.warning(
+                "%s: %d stored tensors are not needed here, %s first",
+                directory,
+                len(found),
+                found[0],
+            )
     if tp_size > 1 or feed_forward == "fp8":
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
         setattr(model, SPENT_ATTRIBUTE, setting)
