@@ -19,6 +19,7 @@ KEYS = {
     "tp": ("tensor_parallel", "tp_size"),
     "dtype": ("dtype",),
     "prefill": ("megakv", "context_parallel", "prefill"),
+    "adapter": ("megakv", "adapter"),
     "wandb": ("megakv", "tracking", "wandb", "project"),
 }
 """Where the JSON has what an argument says."""
@@ -34,6 +35,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, help="context-parallel ranks, which share the tokens (default 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks, which share the heads (default 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
+    parser.add_argument("--adapter", metavar="FOLDER", help="merge this adapter (peft: LoRA, DoRA) into the weights")
     parser.add_argument("--prefill", metavar="METHOD", help="how a prompt attends across ranks (default auto)")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this W&B project, offline unless logged in")
 
@@ -161,7 +163,11 @@ def _check_agreement(config: MegaKVConfig, given: dict[str, Any], source: str) -
     """Refuse an argument that contradicts the JSON."""
     section = config.megakv
     held: dict[str, Any] = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
-    held |= {"prefill": section.context_parallel.prefill, "wandb": section.tracking.wandb.project}
+    held |= {
+        "adapter": section.adapter,
+        "prefill": section.context_parallel.prefill,
+        "wandb": section.tracking.wandb.project,
+    }
     for name, value in given.items():
         key = ".".join(KEYS[name])
         allowed = _short(held[name])

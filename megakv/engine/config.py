@@ -62,6 +62,9 @@ class MegaKVSection(Section):
     the bytes of 16-bit weights, **not exact**. Fast from compute capability 8.9 on, slower on CPU. Experts are
     multiplied one after the other."""
 
+    adapter: str | None = Field(None, min_length=1)
+    """Folder or hub id of an adapter (peft: LoRA, DoRA) that is merged into the weights as they load."""
+
     timeout_s: float = Field(600.0, gt=0, le=1e9)
     """Seconds after which a silent rank counts as lost. A dead process is noticed at once."""
 
@@ -132,6 +135,7 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         values: dict[str, Any] = self.model_dump(mode="json", by_alias=True, fallback=str)
         section = values["megakv"]
         del section["tracking"]
+        section["adapter"] = section["adapter"] is not None
         for name, key in FILES:
             section[name][key] = section[name].get(key) is not None
         return values
@@ -220,6 +224,10 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | Com
             "needs",
             f"megakv.context_parallel.policy = {context.policy!r} needs megakv.context_parallel.{key}: "
             f"a file that megakv {command} --json FILE writes",
+        )
+    if config.megakv.adapter is not None and config.megakv.load == "random":
+        yield CombinationError(
+            "one", f"megakv.adapter = {config.megakv.adapter!r} changes a checkpoint's weights; megakv.load is 'random'"
         )
     decode, fairkv = ATTENTION.get(context.decode), config.megakv.fairkv
     travels = decode is not None and not decode.keys_stay and config.cp_size > 1

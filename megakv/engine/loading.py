@@ -20,6 +20,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
+from megakv.weights.adapter import AdapterWeights
 from megakv.weights.checkpoint import CheckpointWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, model_class, read_config, read_generation_config
@@ -112,6 +113,7 @@ def build_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     offload: OffloadConfig | None = None,
+    adapter: Path | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Load this rank's share of a causal language model; no more than one parameter beyond it is ever in memory.
@@ -122,8 +124,8 @@ def build_model(
     (`megakv.weights.fp8`). `head_map` says which heads live on which rank, or tells it from the model's config;
     contiguous runs by default. `injection_policy` is as in `plan_placement`. `all_reduce` sums a tensor over the
     tensor-parallel ranks and returns the sum. `offload` says whether the weights of decoder layers are to lie in host
-    memory or on disk. `progress`, for one rank, shows a progress bar, and says so when the checkpoint holds more than
-    the model takes.
+    memory or on disk. `adapter` is the folder of one that is merged into a checkpoint's weights. `progress`, for one
+    rank, shows a progress bar, and says so when the checkpoint holds more than the model takes.
     """
     device = torch.device(device)
     if feed_forward == "fp8":
@@ -162,12 +164,10 @@ def build_model(
     else:
         source = checkpoint = CheckpointWeights(directory, model)
         if (found := checkpoint.unexpected) and progress:
-            logger.warning(
-                "%s: %d stored tensors are not needed here, %s first",
-                directory,
-                len(found),
-                found[0],
-            )
+            logger.warning("%s: %d stored tensors are not needed, %s first", directory, len(found), found[0])
+        if adapter is not None:
+            source = changed = AdapterWeights(checkpoint, adapter, model, dtypes, checkpoint.unexpected)
+            contents |= {"adapter": changed.config.contents()}
     if tp_size > 1 or feed_forward == "fp8":
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else "megakv.feed_forward = 'fp8'"
         setattr(model, SPENT_ATTRIBUTE, setting)
