@@ -93,7 +93,8 @@ class Admission:
         if not answer.kept:
             return
         if answer.node.end == answer.cached:
-            path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
+            last = min(len(answer.tokens) - 1, answer.common)
+            path = self.tree.take(answer.ids(answer.cached, last), answer.node, now)
             answer.node = path[-1] if path else answer.node
         if answer.node.end <= answer.cached:
             return
@@ -107,9 +108,9 @@ class Admission:
         answer.hits += found
         self.counts.hit_tokens += 0 if answer.new else found
 
-    def readers(self) -> list[Answer]:
-        """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [answer for answer in self.running if answer.state == "reading" and not answer.alone]
+    def readers(self, side: int = 0) -> list[Answer]:
+        """Those on a side whose prompts go on, but for those that another one is about to read the same tokens for."""
+        reading = [each for each in self.running if each.state == "reading" and not each.alone and each.side == side]
         ahead: dict[int, list[Answer]] = {}
         found = []
         for at in turns([self.reader(answer) for answer in reading]):
@@ -138,11 +139,18 @@ class Admission:
 
     def keep(self, answer: Answer, now: float) -> None:
         """What its cache has becomes part of the tree."""
-        if not answer.kept:
+        last = min(answer.cached, answer.common)
+        if not answer.kept or last < answer.node.end:
             return
-        tokens = answer.ids(answer.node.end, answer.cached)
+        tokens = answer.ids(answer.node.end, last)
         path = self.tree.insert(answer.node, tokens, now, sequence=answer.number)
         answer.node = path[-1] if path else answer.node
+
+    def restart(self, answer: Answer) -> None:
+        """An answer gives its cache back, and is read again from its beginning: another side follows."""
+        self.leave(answer)
+        answer.wait(self.tree.root)
+        self.queue.add(answer, first=True)
 
     def leave(self, answer: Answer) -> None:
         """An answer gives its cache back, of which everything is kept."""
