@@ -88,7 +88,6 @@ class Layout:
     """Whether no sequence, with all that is cached of it, is on several ranks."""
     wanted: tuple[IntArray, ...] | None = None
     """Per rank, the rows of its tokens whose results the last layer is asked for; None for all of them."""
-
     longest: int = 0  # Length that rotary frequencies go by, where that is more than the pass's own.
 
     @property

@@ -151,10 +151,9 @@ class ForwardHooks:
             if not held and (prompt is None or past + length >= prompt.stop):
                 raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
-        options = {name: inputs.get(name) is not False for name in ("use_cache", "return_dict")}
-        longest = inputs.pop(LONGEST, 0)
-        step = self._runtime.plan(new, cache, past + length, wanted, longest=longest, **options)
-        self._runtime.current = step
+        options: dict[str, Any] = {name: inputs.get(name) is not False for name in ("use_cache", "return_dict")}
+        options[LONGEST] = inputs.pop(LONGEST, 0)
+        step = self._runtime.current = self._runtime.plan(new, cache, past + length, wanted, **options)
         step.state.kernel = next((kernel for kernel in self._kernels if kernel.takes(step)), None)
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.compression.turn is not None)

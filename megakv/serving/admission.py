@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 from megakv.serving.answer import Answer
 from megakv.serving.plan import Attach, Close
@@ -108,9 +109,9 @@ class Admission:
         answer.hits += found
         self.counts.hit_tokens += 0 if answer.new else found
 
-    def readers(self, side: int = 0) -> list[Answer]:
-        """Those on a side whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [each for each in self.running if each.state == "reading" and not each.alone and each.side == side]
+    def readers(self, answers: Sequence[Answer]) -> list[Answer]:
+        """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
+        reading = [answer for answer in answers if answer.state == "reading"]
         ahead: dict[int, list[Answer]] = {}
         found = []
         for at in turns([self.reader(answer) for answer in reading]):

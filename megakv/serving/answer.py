@@ -37,6 +37,8 @@ class Answer:
     submitted: float
     node: Node
     sampler: Sampler
+    sides: RopeSides | None
+    """Those of the model, where a pass is of one side of its original length."""
     alone: bool = False
     """Whether its passes have no other sequence."""
     kept: bool = True
@@ -53,8 +55,6 @@ class Answer:
     token_at: float | None = None
     lookup: StreamLookup | None = None
     """None where its next tokens are not looked up."""
-    sides: RopeSides | None = None
-    """Those of the model, where a pass is of one side of its original length."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)

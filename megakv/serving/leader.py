@@ -77,11 +77,9 @@ class Leader:
 
     def add(self, request: Request, submitted: float) -> None:
         """A request begins to wait."""
-        sampler = Sampler(request.sampling, request.logprobs, request.form)
         alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
-        answer = Answer(
-            request, next(self._arrivals), submitted, self.tree.root, sampler, alone, kept, sides=self._sides.sides
-        )
+        sampler, arrival = Sampler(request.sampling, request.logprobs, request.form), next(self._arrivals)
+        answer = Answer(request, arrival, submitted, self.tree.root, sampler, self._sides.sides, alone, kept)
         most = self._most_looked_up if request.prompt_lookup is None else request.prompt_lookup
         if (most := min(most, self._most_looked_up)) and (self._cuts_compressed or not request.compresses):
             answer.lookup = StreamLookup(most)
@@ -127,11 +125,10 @@ class Leader:
     def _next_pass(self) -> Plan:
         if (alone := self._next_alone()) is not None:
             return self._planned_alone(alone)
-        side = self._sides.next(self.running)
-        asked = [answer for answer in self.running if answer.side == side and not answer.alone]
-        decoding = [answer for answer in asked if answer.state == "decoding"]
+        together = self._sides.next([answer for answer in self.running if not answer.alone])
+        decoding = [answer for answer in together if answer.state == "decoding"]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
-        readers = self._admission.readers(side)
+        readers = self._admission.readers(together)
         choice = self._scheduler.next([self._admission.reader(answer) for answer in readers], size)
         chosen = self._decoded(decoding, size, proposes=not readers)
         if not choice.decodes:

@@ -16,15 +16,15 @@ class SideTurns:
         # The last one behind.
         self._served: list[int] = []
 
-    def next(self, running: Sequence[Answer]) -> int:
-        """The side of the next pass."""
+    def next(self, running: Sequence[Answer]) -> list[Answer]:
+        """Those of the side that has the next pass."""
         if self.sides is None:
-            return 0
-        asked = {each.side for each in running if each.state in ("reading", "decoding") and not each.alone}
+            return list(running)
+        asked = {answer.side for answer in running if answer.state in ("reading", "decoding")}
         waiting = [side for side in self._served if side in asked]
         chosen = min(asked - {*waiting}, default=waiting[0] if waiting else 0)
         self._served = [*(side for side in waiting if side != chosen), chosen]
-        return chosen
+        return [answer for answer in running if answer.side == chosen]
 
     def leaves(self, answer: Answer) -> bool:
         """Whether an answer is read again from its beginning when it has one more token."""

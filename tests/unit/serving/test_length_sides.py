@@ -113,6 +113,18 @@ def test_sequences_of_both_sides_do_not_change_one_another(
             assert [tokens for tokens, _ in ask(loop, prompts, preempts=True)] == wanted
 
 
+def test_offloaded_caches_go_by_their_lengths_too(alone: None, tmp_path: Path) -> None:
+    plain = AutoModelForCausalLM.from_config(llama_longrope(), dtype=torch.float32).eval()
+    plain.save_pretrained(tmp_path)
+    prompts = [torch.randint(3, 100, (length,)).tolist() for length in (58, 90)]
+    section = {"offload": {"enabled": True, "host_gb": 0.5, "page_kib": 4}}
+    with (
+        megakv.init_inference(str(tmp_path), {"dtype": "fp32", "megakv": section}) as engine,
+        served(engine) as loop,
+    ):
+        assert [tokens for tokens, _ in ask(loop, prompts)] == alone_answers(plain, prompts)
+
+
 def test_sides_are_those_of_the_config() -> None:
     sides = {make: rope_sides(AutoModelForCausalLM.from_config(make())) for make in (*CONFIGS, llama)}
     assert sides[llama] is None
