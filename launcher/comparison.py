@@ -17,7 +17,7 @@ from megakv.engine.engine import MegaKVEngine
 from megakv.engine.loading import build_model
 from megakv.injection.policy import depends_on_length
 from megakv.tracking.measurements import LogitComparison
-from megakv.weights.folder import local_directory, model_class, read_config
+from megakv.weights.folder import adapter_directory, local_directory, model_class, read_config
 from megakv.weights.gguf import gguf_of
 from megakv.weights.packed_linear import unpack_modules
 
@@ -51,6 +51,11 @@ def compare_turns(
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     config = read_config(directory)
     plain = _plain_model(directory, config, engine.module.dtype).to(device)
+    if (adapter := adapter_directory(model, engine._config.megakv.adapter)) is not None:
+        plain.load_adapter(str(adapter))
+        for module in plain.modules():
+            if hasattr(module, "merged_adapters"):
+                module.merge()
     # What both cannot do alike is left out of both.
     plain.generation_config = engine.module.generation_config
     # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.

@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,6 +29,7 @@ from megakv.tracking.overview import methods, token_counts
 from megakv.tracking.page import page
 from megakv.tracking.report import Answer, RunReport, report_to_json
 from megakv.tracking.tables import operations, passes_by_plan
+from megakv.weights.folder import adapter_directory
 from megakv.weights.placement.plan import decoder_layers
 
 MEGABYTE = 1 << 20
@@ -124,6 +126,8 @@ def run_job(
     config = run_config(arguments)
     if arguments.compare and config.megakv.load == "random":
         raise ValueError("--compare is not possible with megakv.load = 'random': transformers needs a checkpoint")
+    if arguments.compare and adapter_directory(model, config.megakv.adapter) and find_spec("peft") is None:
+        raise ValueError("--compare with an adapter lets peft merge it: install peft, or leave --compare out")
     if arguments.timeline:
         config.megakv.tracking.timeline = arguments.timeline
     tokenizer = read_tokenizer(model)

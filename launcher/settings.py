@@ -20,6 +20,7 @@ KEYS = {
     "dtype": ("dtype",),
     "prefill": ("megakv", "context_parallel", "prefill"),
     "weights": ("megakv", "weights", "format"),
+    "adapter": ("megakv", "adapter"),
     "wandb": ("megakv", "tracking", "wandb", "project"),
 }
 """Where the JSON has what an argument says."""
@@ -37,6 +38,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
     weights = "round a plain checkpoint's: int8, q4_1 or fp8 (default: as they are stored)"
     parser.add_argument("--weights", metavar="FORMAT", help=weights)
+    parser.add_argument("--adapter", metavar="FOLDER", help="merge this adapter (peft: LoRA, DoRA) into the weights")
     parser.add_argument("--prefill", metavar="METHOD", help="how a prompt attends across ranks (default auto)")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this W&B project, offline unless logged in")
 
@@ -164,8 +166,12 @@ def _check_agreement(config: MegaKVConfig, given: dict[str, Any], source: str) -
     """Refuse an argument that contradicts the JSON."""
     section = config.megakv
     held: dict[str, Any] = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
-    held |= {"prefill": section.context_parallel.prefill, "wandb": section.tracking.wandb.project}
-    held["weights"] = section.weights.format
+    held |= {
+        "adapter": section.adapter,
+        "prefill": section.context_parallel.prefill,
+        "wandb": section.tracking.wandb.project,
+        "weights": section.weights.format,
+    }
     for name, value in given.items():
         key = ".".join(KEYS[name])
         allowed = _short(held[name])

@@ -30,6 +30,7 @@ from megakv.weights.folder import local_directory, model_class, read_config
 from megakv.weights.formats.sizes import PackedBits, bits_in
 from megakv.weights.gguf import SUFFIX
 from megakv.weights.placement import head_counts
+from megakv.weights.text_part import leave_other_senses
 
 LOG_SUM_EXP_COLUMNS = 1
 """A partial output travels with its log-sum-exp: one more column beside the head dimension."""
@@ -267,6 +268,7 @@ def _layer_shapes(config: PreTrainedConfig, n_layers: int) -> tuple[tuple[LayerS
         # An engine's config may name an attention that only its own modules have; that of the copy is another.
         model = model_class(config)._from_config(copy.deepcopy(config), attn_implementation="eager")
     model.tie_weights()
+    leave_other_senses(model)
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == n_layers]
     if not lists:
         raise ValueError(f"model type {config.model_type!r} has no list of {n_layers} decoder layers")

@@ -88,6 +88,7 @@ class Layout:
     """Whether no sequence, with all that is cached of it, is on several ranks."""
     wanted: tuple[IntArray, ...] | None = None
     """Per rank, the rows of its tokens whose results the last layer is asked for; None for all of them."""
+    longest: int = 0  # Length that rotary frequencies go by, where that is more than the pass's own.
 
     @property
     def size(self) -> int:
@@ -97,7 +98,7 @@ class Layout:
     @property
     def max_position(self) -> int:
         """The largest rotary position of the pass, over all ranks."""
-        return max((int(block.position.max()) for block in self.tokens if len(block)), default=0)
+        return max(self.longest - 1, *(int(block.position.max(initial=0)) for block in self.tokens))
 
     @cached_property
     def queries(self) -> tuple[TokenBlock, ...]:

@@ -29,7 +29,7 @@ from megakv.distributed.failures import joining
 from megakv.distributed.launchers import read_launch
 from megakv.distributed.ledger import Ledger
 from megakv.distributed.mesh import check_same_settings, check_world, make_mesh, start_distributed
-from megakv.engine.config import MegaKVConfig, load_config
+from megakv.engine.config import MegaKVConfig, MegaKVSection, load_config
 from megakv.engine.engine import MegaKVEngine
 from megakv.engine.generation import own_defaults
 from megakv.engine.loading import LoadedModel, build_model
@@ -41,9 +41,10 @@ from megakv.forward.runtime import Runtime
 from megakv.injection.layer_kind import is_kind
 from megakv.injection.ownership import check_unused, own_config
 from megakv.tracking.tracker import check_files
+from megakv.weights.adapter_config import WEIGHTS_FILE
 from megakv.weights.file_digests import FileDigests
 from megakv.weights.files import weight_files
-from megakv.weights.folder import local_directory, read_config
+from megakv.weights.folder import adapter_directory, local_directory, read_config
 from megakv.weights.placement import HeadMap, head_counts, tensor_parallel_sizes
 
 if TYPE_CHECKING:
@@ -112,6 +113,18 @@ def _place(model: str | Path | nn.Module, *, weights: bool) -> Path | nn.Module:
     return local_directory(model, weights=weights) if isinstance(model, str | Path) else model
 
 
+def _adapter(model: str | Path | nn.Module, section: MegaKVSection) -> Path | None:
+    """The folder of the adapter that is to be merged into a model's weights."""
+    if isinstance(model, nn.Module):
+        if section.adapter is not None:
+            raise ValueError(
+                f"megakv.adapter = {section.adapter!r} is for the folder of a model: merge it into a loaded one by "
+                "peft's merge_and_unload()"
+            )
+        return None
+    return adapter_directory(model, section.adapter) if section.load == "checkpoint" else None
+
+
 def _config_of(model: str | Path | nn.Module) -> Any:
     return read_config(local_directory(model, weights=False)) if isinstance(model, str | Path) else model.config
 
@@ -159,7 +172,10 @@ def _make_engine(
     mapping = _mapping(section.fairkv, tp_size, agreement)
 
     place = agreement.together(lambda: _place(model, weights=section.load == "checkpoint"))
+    adapter = agreement.together(lambda: _adapter(model, section))
     stored = weight_files(place) if isinstance(place, Path) and section.load == "checkpoint" else {}
+    if adapter is not None:
+        stored |= {WEIGHTS_FILE: adapter / WEIGHTS_FILE}
     files = FileDigests(stored, agreement)
     owned.callback(files.close)
 
@@ -180,6 +196,7 @@ def _make_engine(
             device=mesh.device,
             seed=section.seed,
             offload=section.offload,
+            adapter=adapter,
             progress=mesh.rank == 0,
         )
         if loaded.layer_weights is not None:
@@ -196,6 +213,7 @@ def _make_engine(
 
         check_weights(mapping, loaded.module, comm)
     name = type(model).__name__ if isinstance(model, nn.Module) else str(model)
+    name += f" + {section.adapter}" if section.adapter else ""
     return MegaKVEngine(loaded, parsed, _make_runtime(loaded, parsed, comm, mapping), name, mapping, owned)
 
 

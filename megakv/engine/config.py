@@ -60,6 +60,9 @@ class MegaKVSection(Section):
 
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
 
+    adapter: str | None = Field(None, min_length=1)
+    """Folder or hub id of an adapter (peft: LoRA, DoRA) that is merged into the weights as they load."""
+
     timeout_s: float = Field(600.0, gt=0, le=1e9)
     """Seconds after which a silent rank counts as lost. A dead process is noticed at once."""
 
@@ -131,6 +134,7 @@ class MegaKVConfig(DeepSpeedInferenceConfig):
         values: dict[str, Any] = self.model_dump(mode="json", by_alias=True, fallback=str)
         section = values["megakv"]
         del section["tracking"]
+        section["adapter"] = section["adapter"] is not None
         for name, key in FILES:
             section[name][key] = section[name].get(key) is not None
         return values
@@ -219,6 +223,10 @@ def _refusals(config: MegaKVConfig, given: dict[str, Any]) -> Iterator[str | Com
             "needs",
             f"megakv.context_parallel.policy = {context.policy!r} needs megakv.context_parallel.{key}: "
             f"a file that megakv {command} --json FILE writes",
+        )
+    if config.megakv.adapter is not None and config.megakv.load == "random":
+        yield CombinationError(
+            "one", f"megakv.adapter = {config.megakv.adapter!r} changes a checkpoint's weights; megakv.load is 'random'"
         )
     decode, fairkv = ATTENTION.get(context.decode), config.megakv.fairkv
     travels = decode is not None and not decode.keys_stay and config.cp_size > 1

@@ -232,6 +232,7 @@ class MegaKVEngine(ServedEngine):
         *,
         turn: Turn | None = None,
         candidates: Sequence[int] = (),
+        longest: int = 0,
     ) -> Tensor:
         """One pass over new tokens of several sequences: ``[B, V]`` logits behind the last one of each, on every rank.
 
@@ -245,6 +246,9 @@ class MegaKVEngine(ServedEngine):
         to its end, to the budget. Joint passes leave all caches as they are. Unless the engine `joins` caches, every
         pass is of one.
 
+        Where rotary frequencies follow the length, all sequences are on one side of the original one (`sides`), and
+        those of a prompt that comes in pieces go by the `longest` that it comes to.
+
         A ValueError where settings cannot be served, or caches and tokens are not such.
         """
         self.check_serves()
@@ -256,8 +260,9 @@ class MegaKVEngine(ServedEngine):
                 inputs = own_input(caches, tokens, vocabulary, turn=turn is not None)
             if candidates:
                 inputs["logits_to_keep"] = last_tokens(tokens, candidates)
-            lengths = (cache.length + len(own) for cache, own in zip(caches, tokens, strict=True))
+            lengths = [cache.length + len(own) for cache, own in zip(caches, tokens, strict=True)]
             self._limits.check(max(lengths), {"max_new_tokens": 0})
+            inputs |= self._one_side(lengths, longest)
             inputs["input_ids"] = inputs["input_ids"].to(self.mesh.device)
             if self._offloader is not None:
                 self._offloader.take_up(caches[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from megakv.distributed.comm import Communicator
 from megakv.distributed.mesh import Mesh
 from megakv.engine.config import MegaKVConfig
 from megakv.engine.generation import LengthLimits, check_tokens, check_vocabulary
+from megakv.forward.pass_plan import LONGEST
 from megakv.forward.runtime import Runtime
 from megakv.injection.hooks import ForwardHooks
+from megakv.injection.policy import RopeSides, forget_lengths, rope_sides
 
 if TYPE_CHECKING:
     from megakv.offload.runtime import Offloader
@@ -48,6 +51,23 @@ class ServedEngine(InferenceEngine):
         """Refuse to work after `destroy`."""
         if self._hooks is None:
             raise MegaKVError("this engine was destroyed; make a new one with megakv.init_inference")
+
+    @cached_property
+    def sides(self) -> RopeSides | None:
+        """Sides of the model's original length, if its rotary frequencies follow the length: a pass is of one side."""
+        return rope_sides(self.module)
+
+    def _one_side(self, lengths: Sequence[int], longest: int) -> dict[str, int]:
+        """The length that rotary embeddings go by in a pass over sequences of such lengths, as the hooks take it."""
+        if self.sides is None:
+            return {}
+        if not longest and len({self.sides.of(length) for length in lengths}) > 1:
+            raise ValueError(
+                f"sequences of {', '.join(map(str, lengths))} tokens have different rotary frequencies, which follow "
+                f"the length beyond {self.sides.original}: give each side passes of its own"
+            )
+        forget_lengths(self.module)
+        return {LONGEST: longest}
 
     @property
     def compresses(self) -> bool:
@@ -106,11 +126,8 @@ class ServedEngine(InferenceEngine):
                 f"megakv.runahead.partition = {partition}: token counts are of one prompt, and chunks of many have "
                 "others; give fractions, 'auto' or 'even'"
             )
-        if self._hooks.traits.length_dependent:
-            raise ValueError(
-                "the model's rope_scaling follows the longest sequence of a pass (dynamic or longrope), so that "
-                "sequences would change one another; serve a model with another rope_type"
-            )
+        # Says what of a model cannot be served, if it is such a one.
+        _ = self.sides
 
     def check_length(self, prompt: int, new: int) -> None:
         """Refuse a prompt of so many tokens, and new ones behind it, that `extend` has no room for: a ValueError."""

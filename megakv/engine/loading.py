@@ -20,6 +20,7 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
+from megakv.weights.adapter import AdapterWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, model_class, read_config, read_generation_config
 from megakv.weights.formats import AS_STORED, LoadRequest, WeightFormat, choose_format
@@ -28,6 +29,7 @@ from megakv.weights.placement.plan import InjectionPolicy
 from megakv.weights.quantised import PLAIN, keep_quantised, quantised_by, stored_tensors
 from megakv.weights.sources import ModuleWeights, RandomWeights, WeightSource
 from megakv.weights.tensor_parallel import AllReduce, shard_structure
+from megakv.weights.text_part import leave_other_senses
 
 if TYPE_CHECKING:
     from megakv.offload.weights import LayerWeights
@@ -61,7 +63,8 @@ class LoadedModel:
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model without memory: parameters on the meta device, buffers (rotary frequencies) real on the CPU.
+    """The text part of a model without memory: parameters on the meta device, buffers (rotary frequencies) real on the
+    CPU.
 
     A model that transformers does not know or that MegaKV cannot serve is a `ValueError`.
     """
@@ -71,6 +74,7 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     check_support(family, config)
     model.tie_weights()
     _renew_tables(model, model)
+    leave_other_senses(model)
     return model
 
 
@@ -107,6 +111,7 @@ def build_model(
     device: torch.device | str = "cpu",
     seed: int = 0,
     offload: OffloadConfig | None = None,
+    adapter: Path | None = None,
     progress: bool = False,
 ) -> LoadedModel:
     """Load this rank's share of a causal language model; no more than one parameter beyond it is ever in memory.
@@ -116,8 +121,9 @@ def build_model(
     where None. `weights` is ``megakv.weights.format`` (`megakv.weights.formats`). `head_map` says which heads live on
     which rank, or tells it from the model's config; contiguous runs by default. `injection_policy` is as in
     `plan_placement`. `all_reduce` sums a tensor over the tensor-parallel ranks and returns the sum. `offload` says
-    whether the weights of decoder layers are to lie in host memory or on disk. `progress`, for one rank, shows a
-    progress bar, and says so when the checkpoint holds more than the model takes.
+    whether the weights of decoder layers are to lie in host memory or on disk. `adapter` is the folder of one that is
+    merged into a checkpoint's weights. `progress`, for one rank, shows a progress bar, and says so when the checkpoint
+    holds more than the model takes.
     """
     device = torch.device(device)
     request = LoadRequest(device, dtype, tp_size, offloaded=offload is not None and bool(offload.weights))
@@ -139,6 +145,11 @@ def build_model(
         config = read_config(directory)
         form = choose_format(weights, directory if load == "checkpoint" else None, config)
         form.check(request, config)
+        if adapter is not None and form.quantised is not None:
+            raise ValueError(
+                f"megakv.adapter = {str(adapter)!r} is merged into plain weights, and those of {directory} are quantised "
+                f"({form.quantised}): give the checkpoint in 16 bits; megakv.weights.format quantises what was merged"
+            )
         dtype = dtype or config.get_text_config().dtype or torch.float32
         model = empty_model(config, dtype)
         model.generation_config = read_generation_config(directory)
@@ -157,11 +168,14 @@ def build_model(
         source = RandomWeights(model, seed, device)
         contents |= {"values": f"megakv.seed {seed} of torch {torch.__version__} on {device.type}"}
     else:
-        source = form.source(directory, model)
-        if (found := source.unexpected) and progress:
-            logger.warning("%s: %d stored tensors are of no use here, %s first", directory, len(found), found[0])
+        source = stored = form.source(directory, model)
+        if (found := stored.unexpected) and progress:
+            logger.warning("%s: %d stored tensors are not needed, %s first", directory, len(found), found[0])
         for note in form.notes if progress else ():
             logger.warning("%s", note)
+        if adapter is not None:
+            source = changed = AdapterWeights(stored, adapter, model, dtypes, stored.unexpected)
+            contents |= {"adapter": changed.config.contents()}
     if tp_size > 1 or form.at_load:
         setting = f"tensor_parallel.tp_size = {tp_size}" if tp_size > 1 else f"megakv.weights.format = {weights!r}"
         setattr(model, SPENT_ATTRIBUTE, setting)

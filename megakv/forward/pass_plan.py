@@ -21,6 +21,8 @@ from megakv.fairkv.compression_plan import CompressionPlan
 from megakv.fairkv.observation import Turn
 
 T = TypeVar("T")
+LONGEST = "longest"
+"""Argument of a pass, which no model takes: the length that rotary frequencies go by, where they follow it."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -89,8 +89,12 @@ class Runtime(LayerAttention):
         *,
         use_cache: bool = True,
         return_dict: bool = True,
+        longest: int = 0,
     ) -> PassPlan:
-        """Decide how a pass over new tokens is computed, and whether its keys and values are compressed."""
+        """Decide how a pass over new tokens is computed, and whether its keys and values are compressed.
+
+        Rotary frequencies that follow the length go by the `longest` one, where that is more than the pass's own.
+        """
         if self._life != self.comm.watch.failures.life:
             # What was under way in a pass that failed went with its groups.
             self._forget()
@@ -121,6 +125,7 @@ class Runtime(LayerAttention):
             steps = plain and len(new) <= self.traits.few_rows and (size == 1 or layout.replicated)
             if not (steps or compression.scored or self.planner.decodes(workload, proposed)):
                 layout = self._narrowed(layout, new, wanted)
+        layout = replace(layout, longest=longest) if longest else layout
         last, state = self._last_rows(layout, wanted)
         one = None
         if plain and self._steps():

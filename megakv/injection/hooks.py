@@ -19,7 +19,7 @@ from megakv.cache.cache import ShardedCache
 from megakv.distributed.agreement import Agreement
 from megakv.distributed.sharding import IntArray, new_tokens
 from megakv.forward.last_layer import LastLayerRows
-from megakv.forward.pass_plan import LastRows, PassPlan, Wanted
+from megakv.forward.pass_plan import LONGEST, LastRows, PassPlan, Wanted
 from megakv.forward.planning import ModelTraits
 from megakv.forward.runtime import Runtime
 from megakv.injection.linear_slices import LinearSlices
@@ -151,8 +151,9 @@ class ForwardHooks:
             if not held and (prompt is None or past + length >= prompt.stop):
                 raise ValueError("the prompt is empty: input_ids has no token that attention_mask keeps")
         wanted = Wanted.of(inputs.get("logits_to_keep", 0), mask[:, -length:], pasts)
-        returned = {name: inputs.get(name) is not False for name in ("use_cache", "return_dict")}
-        step = self._runtime.current = self._runtime.plan(new, cache, past + length, wanted, **returned)
+        options: dict[str, Any] = {name: inputs.get(name) is not False for name in ("use_cache", "return_dict")}
+        options[LONGEST] = inputs.pop(LONGEST, 0)
+        step = self._runtime.current = self._runtime.plan(new, cache, past + length, wanted, **options)
         step.state.kernel = next((kernel for kernel in self._kernels if kernel.takes(step)), None)
         prompts = None if generation is None else generation.prompts
         cache.begin(step.layout, batch, prompts=prompts, stays=step.stays, turn=step.compression.turn is not None)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -63,13 +65,64 @@ def policy_for(model_type: str) -> Policy:
     return POLICIES.get(model_type, DEFAULT)
 
 
+RESTARTING = ("phi3", "phimoe", "phi4_multimodal")
+"""Types whose `generate` drops its cache, and reads all again, where a sequence passes the original length."""
+
+
 def depends_on_length(model: nn.Module) -> bool:
     """Whether rotary frequencies follow the longest position seen (dynamic NTK, longrope)."""
-    kinds: list[str] = []
+    return next(_by_length(model), None) is not None
+
+
+def _by_length(model: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Rotary embeddings whose frequencies follow the length, and their kinds."""
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
-        kinds += list(kind.values()) if isinstance(kind, dict) else [kind] if isinstance(kind, str) else []
-    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+        for each in kind.values() if isinstance(kind, dict) else [kind] if isinstance(kind, str) else []:
+            if "dynamic" in each or each == "longrope":
+                yield module, each
+
+
+@dataclass(frozen=True)
+class RopeSides:
+    """Sides of the original length, beyond which a model's rotary frequencies are others."""
+
+    original: int
+    exact: bool = False
+    """Whether beyond it every length has frequencies of its own (dynamic NTK)."""
+    restarts: bool = False
+    """Whether a sequence that passes it is read again from its beginning."""
+
+    def of(self, length: int) -> int:
+        """The side of a sequence: 0, or the length that its rotary embeddings are to go by."""
+        if length <= self.original:
+            return 0
+        return length if self.exact else self.original + 1
+
+
+def rope_sides(model: PreTrainedModel) -> RopeSides | None:
+    """Sides of a model whose rotary frequencies follow the length; a ValueError where they differ between layers."""
+    found: set[tuple[int, bool]] = set()
+    for module, kind in _by_length(model):
+        if isinstance(module.rope_type, dict):
+            raise ValueError(
+                f"{type(module).__name__} has rope_type {kind!r} for some layers alone, whose frequencies follow the "
+                "longest sequence of a pass: sequences would change one another; serve another model"
+            )
+        exact = kind != "longrope"
+        longrope = module.config.rope_parameters.get("original_max_position_embeddings")
+        found.add((int(module.original_max_seq_len if exact else longrope), exact))
+    if len(found) > 1:
+        raise ValueError("rotary frequencies follow the length in several ways, which is not served")
+    return next((RopeSides(*each, model.config.model_type in RESTARTING) for each in found), None)
+
+
+def forget_lengths(model: nn.Module) -> None:
+    """Let dynamic rotary embeddings, which remember the longest sequence, begin anew: a short one makes them forget."""
+    for module, kind in _by_length(model):
+        if kind != "longrope":
+            buffer = module.inv_freq
+            module(buffer, buffer.new_zeros((1, 1), dtype=torch.int64))
 
 
 def takes_positions(model: PreTrainedModel) -> bool:

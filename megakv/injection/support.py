@@ -29,6 +29,7 @@ from megakv.injection.ownership import attach
 from megakv.injection.policy import policy_for, takes_positions
 from megakv.weights.placement.attention import attention_modules
 from megakv.weights.placement.plan import is_experts
+from megakv.weights.text_part import leave_other_senses
 
 INPUTS = ("input_ids", "attention_mask", "past_key_values")
 MIXERS = (nn.modules.conv._ConvNd, nn.RNNBase)
@@ -46,6 +47,7 @@ def check_support(family: type[PreTrainedModel], config: PreTrainedConfig) -> No
     with init_empty_weights(include_buffers=False), no_init_weights():
         # An instance that an engine used before has a name in its config that only MegaKV knows.
         model = family._from_config(deepcopy(config), dtype=torch.bfloat16, attn_implementation="eager").eval()
+    leave_other_senses(model)
     checks = (_no_language_model, _unknown_inputs, _other_mixers, _unknown_attention, _uncounted)
     reason = next(filter(None, (check(model) for check in checks)), None)
     if reason is not None:

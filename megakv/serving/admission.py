@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 from megakv.serving.answer import Answer
 from megakv.serving.plan import Attach, Close
@@ -93,7 +94,8 @@ class Admission:
         if not answer.kept:
             return
         if answer.node.end == answer.cached:
-            path = self.tree.take(answer.ids(answer.cached, len(answer.tokens) - 1), answer.node, now)
+            last = min(len(answer.tokens) - 1, answer.common)
+            path = self.tree.take(answer.ids(answer.cached, last), answer.node, now)
             answer.node = path[-1] if path else answer.node
         if answer.node.end <= answer.cached:
             return
@@ -107,9 +109,9 @@ class Admission:
         answer.hits += found
         self.counts.hit_tokens += 0 if answer.new else found
 
-    def readers(self) -> list[Answer]:
+    def readers(self, answers: Sequence[Answer]) -> list[Answer]:
         """Those whose prompts go on, but for those that another one is about to read the same tokens for."""
-        reading = [answer for answer in self.running if answer.state == "reading" and not answer.alone]
+        reading = [answer for answer in answers if answer.state == "reading"]
         ahead: dict[int, list[Answer]] = {}
         found = []
         for at in turns([self.reader(answer) for answer in reading]):
@@ -138,11 +140,18 @@ class Admission:
 
     def keep(self, answer: Answer, now: float) -> None:
         """What its cache has becomes part of the tree."""
-        if not answer.kept:
+        last = min(answer.cached, answer.common)
+        if not answer.kept or last < answer.node.end:
             return
-        tokens = answer.ids(answer.node.end, answer.cached)
+        tokens = answer.ids(answer.node.end, last)
         path = self.tree.insert(answer.node, tokens, now, sequence=answer.number)
         answer.node = path[-1] if path else answer.node
+
+    def restart(self, answer: Answer) -> None:
+        """An answer gives its cache back, and is read again from its beginning: another side follows."""
+        self.leave(answer)
+        answer.wait(self.tree.root)
+        self.queue.add(answer, first=True)
 
     def leave(self, answer: Answer) -> None:
         """An answer gives its cache back, of which everything is kept."""

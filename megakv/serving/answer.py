@@ -7,9 +7,11 @@ from typing import Literal
 
 import numpy as np
 
+from megakv.injection.policy import RopeSides
 from megakv.serving.lookups import StreamLookup
 from megakv.serving.pass_times import PassSize
-from megakv.serving.prefix_node import Node, Tokens, common
+from megakv.serving.prefix_node import BEYOND, Node, Tokens
+from megakv.serving.prefix_node import common as alike
 from megakv.serving.request import Request
 from megakv.serving.sampler import Sampler
 from megakv.serving.turns import Reader, Served
@@ -35,6 +37,8 @@ class Answer:
     submitted: float
     node: Node
     sampler: Sampler
+    sides: RopeSides | None
+    """Those of the model, where a pass is of one side of its original length."""
     alone: bool = False
     """Whether its passes have no other sequence."""
     kept: bool = True
@@ -97,23 +101,62 @@ class Answer:
         return self.left + NEW_TOKEN * min(self.request.max_new_tokens - self.new, EXPECTED_TOKENS)
 
     @property
+    def side(self) -> int:
+        """The side of the original length on which its next token is computed, as `RopeSides.of` has it.
+
+        A prompt is on one side as a whole; then every token is of the length that it makes.
+        """
+        if self.sides is None:
+            return 0
+        return self.sides.of(
+            len(self.tokens) if self.sides.restarts else max(len(self.request.prompt), self.cached + 1)
+        )
+
+    @property
+    def began(self) -> int:
+        """The side of its first tokens."""
+        return self.side if self.sides is None or self.sides.restarts else self.sides.of(len(self.request.prompt))
+
+    @property
+    def run(self) -> int:
+        """Its next tokens that are on the same side, and can be computed in one pass."""
+        if self.sides is None or self.sides.restarts:
+            return self.left
+        end, prompt = len(self.tokens), len(self.request.prompt)
+        if not self.side:
+            end = min(end, self.sides.original)
+        elif self.sides.exact:
+            end = max(prompt, self.cached + 1)
+        return end - self.cached
+
+    @property
+    def common(self) -> int:
+        """Of its first tokens, those with keys that others, on the side on which it began, have too."""
+        if not self.kept or self.sides is None or self.sides.restarts:
+            return len(self.tokens) if self.kept else 0
+        if not self.began:
+            return self.sides.original
+        return 0 if self.sides.exact else len(self.tokens)
+
+    @property
     def reusable(self) -> Tokens:
         """What it could find of its tokens in the tree: the last one has to be computed, for what comes next."""
-        return self.ids(0, len(self.tokens) - 1 if self.kept else 0)
+        return self.ids(0, min(len(self.tokens) - 1, self.common))
 
     def ids(self, first: int, last: int) -> Tokens:
-        """Some of its tokens."""
-        return np.array(self.tokens[first:last], dtype=np.int32)
+        """Some of its tokens, as the tree has them: beyond the original length they are others."""
+        ids = np.array(self.tokens[first:last], dtype=np.int32)
+        return ids | BEYOND if self.began else ids
 
     def reader(self, served: Served) -> Reader:
         """As the scheduler sees it, where its key and its user were served so much lately."""
-        return Reader(self.priority, self.user, self.arrival, self.cached, self.left, self.key, served)
+        return Reader(self.priority, self.user, self.arrival, self.cached, self.run, self.key, served)
 
     def shares(self, other: Answer) -> bool:
         """Whether it and another one that is at the same node go on alike, for long enough to wait for it."""
         least = min(LEAST_SHARED, self.left - 1)
         first = self.ids(self.cached, self.cached + least)
-        return least > 0 and common(first, other.ids(other.cached, other.cached + least)) >= least
+        return least > 0 and alike(first, other.ids(other.cached, other.cached + least)) >= least
 
     def wait(self, root: Node) -> None:
         """It has no cache any more."""

@@ -129,6 +129,10 @@ def check_request(request: Request, engine: MegaKVEngine, vocabulary: int, capac
             "compress_cache = true: the server has no budget for caches; start it with a JSON that has "
             "megakv.fairkv.budget, by --config"
         )
+    if request.compresses and engine.sides is not None:
+        raise ValueError(
+            "compress_cache = true: not with a model whose rotary frequencies follow the length; leave it out"
+        )
     check_sampling(request.sampling, vocabulary)
     # What it refuses is refused here, and not where answers of others are computed.
     Sampler(request.sampling, request.logprobs, request.form)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from megakv.injection.policy import RopeSides
 from megakv.serving.admission import Admission
 from megakv.serving.answer import NEW_TOKEN, Answer, Part, Pass
 from megakv.serving.lookups import StreamLookup
@@ -19,6 +20,7 @@ from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
 from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
+from megakv.serving.sides import SideTurns
 from megakv.serving.stats import Counts
 from megakv.serving.turns import Queue
 
@@ -56,12 +58,13 @@ class Leader:
         joins: bool = True,
         keeps: bool = True,
         cuts_compressed: bool = True,
+        sides: RopeSides | None = None,
         is_here: Callable[[int], bool] = lambda node: True,
         held: Callable[[int], tuple[int, ...]] = lambda number: (),
     ):
         self.tree, self.counts = tree, Counts()
         self._joins, self._keeps, self._held, self._cuts_compressed = joins, keeps, held, cuts_compressed
-        self._most_looked_up = settings.prompt_lookup
+        self._most_looked_up, self._sides = settings.prompt_lookup, SideTurns(sides)
         self._scheduler, self._is_here, self._arrivals = scheduler, is_here, itertools.count()
         self._admission = Admission(settings, tree, self.counts, capacity=capacity, copies=copies)
         self._by_id: dict[str, Answer] = {}
@@ -74,9 +77,9 @@ class Leader:
 
     def add(self, request: Request, submitted: float) -> None:
         """A request begins to wait."""
-        sampler = Sampler(request.sampling, request.logprobs, request.form)
         alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
-        answer = Answer(request, next(self._arrivals), submitted, self.tree.root, sampler, alone, kept)
+        sampler, arrival = Sampler(request.sampling, request.logprobs, request.form), next(self._arrivals)
+        answer = Answer(request, arrival, submitted, self.tree.root, sampler, self._sides.sides, alone, kept)
         most = self._most_looked_up if request.prompt_lookup is None else request.prompt_lookup
         if (most := min(most, self._most_looked_up)) and (self._cuts_compressed or not request.compresses):
             answer.lookup = StreamLookup(most)
@@ -122,9 +125,10 @@ class Leader:
     def _next_pass(self) -> Plan:
         if (alone := self._next_alone()) is not None:
             return self._planned_alone(alone)
-        decoding = [answer for answer in self.running if answer.state == "decoding" and not answer.alone]
+        together = self._sides.next([answer for answer in self.running if not answer.alone])
+        decoding = [answer for answer in together if answer.state == "decoding"]
         size = PassSize(sequences=len(decoding), context=sum(answer.cached for answer in decoding))
-        readers = self._admission.readers()
+        readers = self._admission.readers(together)
         choice = self._scheduler.next([self._admission.reader(answer) for answer in readers], size)
         chosen = self._decoded(decoding, size, proposes=not readers)
         if not choice.decodes:
@@ -162,7 +166,7 @@ class Leader:
             parts = self._decoded([answer], step, proposes=answer.state == "decoding" and answer.left == 1)
             # Compressed ones take other times than those that passes are planned by.
             return self._made(parts, PassSize() if self._joins else step)
-        reader = replace(self._admission.reader(answer), left=end - read)
+        reader = replace(self._admission.reader(answer), left=min(end - read, answer.run))
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
         return self._made([Part(answer, new)], PassSize().with_prompt(read, new))
 
@@ -186,7 +190,8 @@ class Leader:
         candidates = tuple(len(part.candidates) for part in chosen) if proposed else ()
         reset, self._reset = self._reset, False
         numbers = tuple(part.answer.number for part in chosen)
-        return Plan(tuple(commands), numbers, tokens, candidates, reset)
+        longest = chosen[0].answer.side if chosen else 0
+        return Plan(tuple(commands), numbers, tokens, candidates, longest, reset)
 
     # What came of it
 
@@ -260,6 +265,9 @@ class Leader:
         else:
             self.counts.token_s.append(now - answer.token_at)
         answer.token_at, answer.state = now, "decoding"
+        if leaves := self._sides.leaves(answer):
+            # What it has is of this side.
+            self._admission.keep(answer, time.time())
         answer.tokens.append(token.id)
         self.counts.new_tokens += 1
         answer.request.sink(token)
@@ -267,6 +275,8 @@ class Leader:
             self._end(answer, Finished("stop"))
         elif answer.new == answer.request.max_new_tokens:
             self._end(answer, Finished("length"))
+        elif leaves:
+            self._admission.restart(answer)
 
     def _end(self, answer: Answer, finished: Finished) -> None:
         if answer.state == "waiting":

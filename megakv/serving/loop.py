@@ -61,8 +61,8 @@ class ServingLoop:
                 f"store = {str(settings.store)!r}: prefixes of heads that megakv.fairkv.mapping copies are not kept; "
                 "leave out one of them"
             )
-        if settings.prompt_lookup and engine.kv_bits is not None:
-            # Candidates would see the rows before them as they were, and not rounded.
+        if settings.prompt_lookup and (engine.kv_bits is not None or engine.sides is not None):
+            # Candidates would see the rows before them as they were, and not rounded, or have others' frequencies.
             settings = replace(settings, prompt_lookup=0)
         self._engine, self._settings = engine, settings
         self._comm = engine.agreement.comm
@@ -201,6 +201,7 @@ class ServingLoop:
                 joins=self._engine.joins,
                 keeps=self._engine.gives_spans,
                 cuts_compressed=self._engine.cuts_compressed,
+                sides=self._engine.sides,
                 is_here=self._store.is_here,
                 held=self._worker.held,
             )

@@ -121,6 +121,8 @@ class Plan:
     """New ones of each of them."""
     candidates: tuple[int, ...] = ()
     """How many of them, the last ones, are candidates; empty where none of any sequence are."""
+    longest: int = 0
+    """Length that rotary frequencies of the pass go by, where they follow the length."""
     reset: bool = False
     """Forget all that is in memory, before anything else: ranks may hold different things after a failure."""
     reports: bool = False

@@ -14,6 +14,8 @@ from megakv.serving.stats import Document
 from megakv.tracking.served import Tier
 
 Tokens = NDArray[np.int32]
+BEYOND = np.int32(1 << 30)
+"""Bit of a token whose rotary frequencies are those beyond the original length: no vocabulary is as large."""
 BEGINNING = 64
 """First tokens by which people know a document."""
 
@@ -54,7 +56,7 @@ class Node:
         path = self.path()
         beginning: list[int] = []
         for node in path:
-            beginning += node.tokens[: BEGINNING - len(beginning)].tolist()
+            beginning += (node.tokens[: BEGINNING - len(beginning)] & ~BEYOND).tolist()
         tiers: list[Tier] = ["device", "host", "disk"]
         tier = max((node.tier for node in path), key=tiers.index)
         return Document(self.id, self.end, tuple(beginning), tier, now - self.used_at, path[0].hits)

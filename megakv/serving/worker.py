@@ -181,7 +181,7 @@ class Worker:
             else:
                 self._prompts.pop(sequence, None)
         turn = self._turns.get(plan.sequences[0])
-        return self._engine.extend(caches, plan.tokens, turn=turn, candidates=plan.candidates)
+        return self._engine.extend(caches, plan.tokens, turn=turn, candidates=plan.candidates, longest=plan.longest)
 
 
 def blocks(held: int, new: int, layers: int) -> list[int]:

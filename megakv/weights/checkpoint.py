@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,23 @@ from megakv.base.errors import MegaKVError
 from megakv.weights.files import StoredTensors
 from megakv.weights.lazy import LazyTensor, from_tensor
 from megakv.weights.placement.slices import SliceSpec
+
+
+class StoredNames:
+    """What stored names are called in a model, by transformers' own rules."""
+
+    def __init__(self, model: PreTrainedModel, rules: Sequence[WeightTransform] | None = None):
+        rules = get_model_conversion_mapping(model) if rules is None else rules
+        self._renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+        self.converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+        self._prefix, self._expected = model.base_model_prefix, model.state_dict()
+
+    def of(self, key: str) -> tuple[str, str | None]:
+        """The name that a stored one comes to, and the pattern of what converts it; perhaps none of the model's."""
+        name, pattern = rename_source_key(key, self._renamings, self.converters, self._prefix, self._expected)
+        if name not in self._expected and key in self._expected:
+            name, pattern = rename_source_key(key, [], [], self._prefix, self._expected)
+        return name, pattern
 
 
 class CheckpointWeights:
@@ -63,16 +81,11 @@ class CheckpointWeights:
 
     def _trace(self, model: PreTrainedModel, expected: dict[str, Tensor]) -> None:
         """Find, as transformers' `convert_and_load_state_dict_in_model` does, what makes up each parameter."""
-        rules = self._rules(model)
-        renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
-        converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-        converter_of = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-        prefix = model.base_model_prefix
+        names = StoredNames(model, self._rules(model))
+        converter_of = {pattern: rule for rule in names.converters for pattern in rule.source_patterns}
         pending: dict[str, WeightConverter] = {}
         for key in sorted(self._stored.file_of, key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, expected)
-            if name not in expected and key in expected:
-                name, pattern = rename_source_key(key, [], [], prefix, expected)
+            name, pattern = names.of(key)
             if name not in expected:
                 self.unexpected.append(key)
                 continue

@@ -21,7 +21,6 @@ from megakv.weights.placement.slices import Ranges
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 # Pages of a mapped file count as this process's memory until the file is closed.
 MAPPED_BYTES = 64 << 20
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -47,7 +46,7 @@ def weight_files(directory: Path) -> dict[str, Path]:
             return {path.name: path for path in GgufFile(source).files}
         found = _weight_map(directory)
         names = [SINGLE] if found is None else [INDEX, *sorted(set(found.values()))]
-        return {name: directory / name for name in (*names, *ADAPTER) if (directory / name).is_file()}
+        return {name: directory / name for name in names if (directory / name).is_file()}
     return {}
 
 
@@ -91,22 +90,22 @@ def stored_dtype(directory: Path) -> torch.dtype | None:
 
 
 class StoredTensors:
-    """All tensors of a checkpoint directory, to be read by parts.
+    """All tensors of a checkpoint directory, or of a `single` file there, to be read by parts.
 
     Files are mapped, and closed again whenever `MAPPED_BYTES` of them have been touched.
     """
 
-    def __init__(self, directory: Path, types: Mapping[str, torch.dtype] = FLOATS):
+    def __init__(self, directory: Path, types: Mapping[str, torch.dtype] = FLOATS, *, single: str | None = None):
         self.directory = directory
         self.bytes_read = 0
         self._types = types
         self._open: dict[str, Any] = {}
         self._touched = 0
-        weight_map = _weight_map(directory)
-        names = [SINGLE] if weight_map is None else sorted(set(weight_map.values()))
+        weight_map = None if single else _weight_map(directory)
+        names = [single or SINGLE] if weight_map is None else sorted(set(weight_map.values()))
         held = {name: set(self._file(name).keys()) for name in names}
         if weight_map is None:
-            weight_map = dict.fromkeys(held[SINGLE], SINGLE)
+            weight_map = dict.fromkeys(held[names[0]], names[0])
         self.file_of = weight_map
         for key, name in weight_map.items():
             if key not in held[name]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -20,12 +21,14 @@ from transformers.models.auto.auto_factory import _get_model_class
 
 from megakv.base.errors import MegaKVError
 from megakv.base.json_files import read_json
+from megakv.weights.adapter_config import CONFIG_FILE as ADAPTER_FILE
+from megakv.weights.adapter_config import WEIGHTS_FILE as ADAPTER_WEIGHTS
+from megakv.weights.adapter_config import read_values
 from megakv.weights.files import stored_dtype
 from megakv.weights.gguf import SUFFIX, gguf_directory
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-ADAPTER_FILE = "adapter_config.json"
 SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
 ANSWER_S = 5.0
 """How long the hub may take for its first answer: without a network nobody should wait for it."""
@@ -34,29 +37,37 @@ ANSWER_S = 5.0
 def local_directory(model: str | Path, *, weights: bool = True) -> Path:
     """The directory of a model: itself, what a GGUF file is converted to, or its copy in the hub's cache.
 
-    That copy is of small files alone without `weights`.
+    That copy is of small files alone without `weights`. An adapter's folder stands for its base model's.
     """
+    path = Path(model).expanduser()
+    if path.suffix == SUFFIX and not path.is_dir():
+        return gguf_directory(path)
+    found = _directory(model, (*SMALL_FILES, *(["model*.safetensors"] if weights else [])))
+    if (found / ADAPTER_FILE).is_file() and not (found / CONFIG_FILE).is_file():
+        return _base_directory(found, weights=weights)
+    return found
+
+
+def _directory(model: str | Path, patterns: Sequence[str]) -> Path:
+    """A directory itself, or the copy of such files in the hub's cache."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path
-    if path.suffix == SUFFIX:
-        return gguf_directory(path)
     name = str(model)
     if path.is_file():
         raise MegaKVError(f"model {name!r} is a file; give the folder in which its config.json and weights lie")
     if path.is_absolute() or name.startswith(".") or name.count("/") > 1:
         raise MegaKVError(f"model {name!r} is no directory; give a directory with config.json, or a hub id")
-    patterns = [*SMALL_FILES, *(["model*.safetensors"] if weights else [])]
     problem: Exception | None = None
     if not constants.HF_HUB_OFFLINE:
         try:
             # The download waits for ever for a hub that does not answer, so one that does is made sure of first.
             model_info(name, timeout=ANSWER_S)
-            return Path(snapshot_download(name, allow_patterns=patterns))
+            return Path(snapshot_download(name, allow_patterns=[*patterns]))
         except Exception as error:  # the hub's client raises a dozen unrelated types, httpx's among them
             problem = error
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, local_files_only=True))
+        return Path(snapshot_download(name, allow_patterns=[*patterns], local_files_only=True))
     except Exception as error:
         raise MegaKVError(
             f"model {name!r} is no directory here, and the hub's cache has none: {_reason(problem)}"
@@ -81,7 +92,6 @@ def read_config(place: Path) -> PreTrainedConfig:
     It names the type of the weights, their own where config.json has none.
     """
     path = place if place.is_file() else place / CONFIG_FILE
-    _check_adapter(path)
     if not path.is_file():
         near = sorted(found.parent for inner in ("*", "snapshots/*") for found in place.glob(f"{inner}/{CONFIG_FILE}"))
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -136,25 +146,48 @@ def model_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
     return found[0]
 
 
-def _check_adapter(config: Path) -> None:
-    """Refuse a folder with an adapter, which transformers applies where peft is installed."""
-    path = config.parent / ADAPTER_FILE
-    if not path.is_file():
-        return
-    values = read_json(path, str(path))
-    values = values if isinstance(values, dict) else {}
-    base, kind = values.get("base_model_name_or_path"), values.get("peft_type", "PEFT")
-    merge = "AutoPeftModelForCausalLM.from_pretrained({!r}, dtype='auto').merge_and_unload().save_pretrained('MERGED')"
-    if not config.is_file():
+def adapter_directory(model: str | Path, adapter: str | Path | None) -> Path | None:
+    """The directory of the adapter that a model is to be changed by: the one given, or the model's own name.
+
+    A `MegaKVError` where that is no adapter, or the model's folder holds one beside weights, of which nothing was said.
+    """
+    if isinstance(model, Path) or Path(model).suffix != SUFFIX:
+        own = _directory(model, SMALL_FILES)
+        if (own / ADAPTER_FILE).is_file():
+            if not (own / CONFIG_FILE).is_file():
+                if adapter is None:
+                    return _directory(model, (*SMALL_FILES, ADAPTER_WEIGHTS))
+                raise MegaKVError(
+                    f"model {str(model)!r} is an adapter, and so is {str(adapter)!r}: give one, and a model"
+                )
+            if adapter is None:
+                raise MegaKVError(
+                    f"{own} holds a model and an adapter: set megakv.adapter (--adapter) to {str(model)!r} to apply "
+                    f"it, or remove {ADAPTER_FILE} to serve the model alone"
+                )
+    if adapter is None:
+        return None
+    folder = _directory(adapter, (*SMALL_FILES, ADAPTER_WEIGHTS))
+    for name in (ADAPTER_FILE, ADAPTER_WEIGHTS):
+        if not (folder / name).is_file():
+            raise MegaKVError(
+                f"megakv.adapter = {str(adapter)!r} has no {name}: allowed: a folder that peft's save_pretrained wrote"
+            )
+    return folder
+
+
+def _base_directory(adapter: Path, *, weights: bool) -> Path:
+    """The directory of the model that an adapter says it is of."""
+    base = read_values(adapter / ADAPTER_FILE).get("base_model_name_or_path")
+    try:
+        if not isinstance(base, str) or not base or (Path(base) / ADAPTER_FILE).is_file():
+            raise MegaKVError("that names no model")
+        return local_directory(base, weights=weights)
+    except MegaKVError as error:
         raise MegaKVError(
-            f"{path.parent} is a {kind} adapter of {base!r}, and MegaKV serves whole models: merge it where peft is "
-            f'installed, by python -c "from peft import *; {merge.format(str(path.parent))}", and copy the tokenizer'
-        )
-    raise MegaKVError(
-        f"{path.parent} holds a model and a {kind} adapter, which transformers would apply: remove {ADAPTER_FILE} to "
-        "serve the model alone; or move adapter_* to a folder of their own and merge them where peft is installed, by "
-        f'python -c "from peft import *; {merge.format("FOLDER")}"'
-    )
+            f"{adapter} is an adapter, of base_model_name_or_path = {base!r}: {error}; give that model, and "
+            f"megakv.adapter (--adapter) = {str(adapter)!r}"
+        ) from error
 
 
 def read_generation_config(directory: Path) -> GenerationConfig:

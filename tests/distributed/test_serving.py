@@ -56,6 +56,16 @@ def test_answers_are_the_engine_s_alone_whatever_else_runs(tmp_path: Path, model
 
 
 @pytest.mark.parametrize("mesh", ["2x1", pytest.param("1x2", marks=pytest.mark.full)])
+def test_rotary_frequencies_may_follow_the_length(tmp_path: Path, mesh: str) -> None:
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0, 1.05, 1.1, 1.2], "long_factor": [1.0, 1.5, 3.0, 8.0]}
+    model = save_model(tmp_path / "model", vocab_size=128, rope_parameters=rope)
+    result, out = launch(tmp_path, model, mesh, "random")
+    result.check()
+    check_answers(json.loads(out.read_text())["clients"])
+
+
+@pytest.mark.parametrize("mesh", ["2x1", pytest.param("1x2", marks=pytest.mark.full)])
 def test_caches_are_compressed_where_that_is_asked_for(tmp_path: Path, model: Path, mesh: str) -> None:
     """Those answers are the engine's with its budget, all others exact."""
     result, out = launch(tmp_path, model, mesh, "budget")

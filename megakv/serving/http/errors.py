@@ -65,7 +65,9 @@ def too_long(what: str, context: int) -> ApiError:
 
 def wrong_fields(error: ValidationError) -> ApiError:
     """From what a body's model said of it."""
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    found = error.errors(include_url=False, include_context=False, include_input=False)
+    # Of what speaks against each kind that a value may be of, a sentence written for it says most.
+    first = next((each for each in found if each["type"] == "value_error"), found[0])
     names = ".".join(str(part) for part in first["loc"]) or None
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     said = OF_JSON.get(first["type"]) or first["msg"].removeprefix("Value error, ")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -150,11 +150,25 @@ class TextPart(SentBack):
     text: Text
 
 
+TEXT_PARTS = get_args(TextPart.model_fields["type"].annotation)
+
+
+def _text_alone(content: Any) -> Any:
+    """Refuse images, sound and files by what they are."""
+    kinds = (part.get("type") for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
+    odd = next((kind for kind in kinds if isinstance(kind, str) and kind not in TEXT_PARTS), None)
+    if odd is not None:
+        raise ValueError(f"a part of type {odd[:40]!r} is not text, which is all that is read here; allowed: 'text'")
+    return content
+
+
 def _joined(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-Content = Annotated[Text | Annotated[list[TextPart], Field(fail_fast=True)], AfterValidator(_joined)]
+Content = Annotated[
+    Text | Annotated[list[TextPart], Field(fail_fast=True)], AfterValidator(_joined), BeforeValidator(_text_alone)
+]
 """A text, of parts too."""
 
 

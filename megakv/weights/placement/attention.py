@@ -17,6 +17,8 @@ BY_KV_HEAD = ("bloom", "falcon", "gpt_neox")
 """Types that fuse queries, keys and values as ``[K, G + 2, D]``: a KV head's queries, then its key and its value."""
 CONCATENATED = ("mpt", "phi3")
 """Types that fuse them as ``[q | k | v]``."""
+GATED = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Types whose linear for queries makes, of each head, its query and a gate for its output: ``[H, 2, D]``."""
 NAMES_ROWS = "name its row-parallel linears, as in injection_policy={DecoderLayer: ('o_proj', 'down_proj')}"
 LATENT = "kv_b_proj"
 """In families that cache latents: what expands them into all heads' keys and values."""
@@ -62,8 +64,9 @@ def attention_specs(
     D = getattr(module, "head_dim", None) or getattr(module, "head_size", None) or linears[output].in_features // H
     counts = {(output, "in_features"): H}
     separate = _by_width(linears, output, H * D) if named else SEPARATE
+    wide = 2 if model_type in GATED and fused is None else 1
     if fused is None:
-        counts |= {(name, "out_features"): count for name, count in zip(separate, (H, K, K), strict=True)}
+        counts |= {(name, "out_features"): count for name, count in zip(separate, (wide * H, K, K), strict=True)}
     elif model_type in BY_KV_HEAD + CONCATENATED:
         counts[fused, "out_features"] = H + 2 * K
     else:
@@ -75,7 +78,8 @@ def attention_specs(
             raise refusal(module, model_type, f"has {name}.{side} = {size}, not {count} heads of {D}")
     queries, keys = blocks(shard.query_heads, D), blocks(shard.kv_heads, D)
     if fused is None:
-        outputs = {name: SliceSpec(0, kept) for name, kept in zip(separate, (queries, keys, keys), strict=True)}
+        made = blocks(shard.query_heads, wide * D), keys, keys
+        outputs = {name: SliceSpec(0, kept) for name, kept in zip(separate, made, strict=True)}
     elif model_type in CONCATENATED:
         behind = (blocks(shard.kv_heads, D, first * D) for first in (H, H + K))
         outputs = {fused: SliceSpec(0, joined((*queries, *(found for part in behind for found in part))))}

@@ -82,7 +82,7 @@ def test_deprecated_spelling_of_tp_size() -> None:
             "runahead.table = 't.json' is for megakv.runahead.partition = 'auto', which is 'even'",
         ),
         ({"megakv": {"offload": {"metod": "auto"}}}, "offload.metod = 'auto': unknown key; did you mean 'method'"),
-        ({"megakv": {"nonsense": "auto"}}, "megakv.nonsense = 'auto': unknown key; allowed: context_parallel"),
+        ({"megakv": {"nonsense": "auto"}}, "megakv.nonsense = 'auto': unknown key; allowed: adapter, context_parallel"),
         ({"megakv": {"offload": {"host_gb": "auto"}}}, "offload.host_gb = 'auto': allowed: a number"),
         ({"megakv": {"offload": {"host_gb": True}}}, "offload.host_gb = True: allowed: a number"),
         ({"megakv": {"offload": {"cpu_threads": "2"}}}, "offload.cpu_threads = '2': allowed: a whole number"),

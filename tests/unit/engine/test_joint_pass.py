@@ -240,7 +240,19 @@ def test_parts_of_a_prompt_beside_streams_do_not_look_at_layers_again(
     torch.testing.assert_close(found, model(ids[:, 11:], past_key_values=past).logits[:, -1], rtol=1e-4, atol=1e-4)
 
 
-def test_lengths_that_change_frequencies_are_named(alone: None) -> None:
-    engine, _ = engine_of(llama_dynamic_rope())
-    with engine, pytest.raises(ValueError, match="rope_scaling"):
-        engine.check_serves()
+def test_a_pass_is_of_one_side_of_the_original_length(alone: None) -> None:
+    engine, plain = engine_of(llama_dynamic_rope())
+    ids = torch.randint(3, 100, (1, 90))
+    with engine:
+        short, long = (engine.new_cache(forgets=False) for _ in range(2))
+        with pytest.raises(
+            ValueError, match="sequences of 20, 90 tokens have different rotary frequencies, .* beyond 64"
+        ):
+            engine.extend([short, long], [ids[0, :20], ids[0]])
+        # A prompt in two pieces.
+        engine.extend([long], [ids[0, :30]], longest=90)
+        found = engine.extend([long], [ids[0, 30:]], longest=90)
+        torch.testing.assert_close(found, plain(ids).logits[:, -1], rtol=1e-4, atol=1e-4)
+        # The longer one is forgotten.
+        found = engine.extend([short], [ids[0, :20]])
+        torch.testing.assert_close(found, plain(ids[:, :20]).logits[:, -1], rtol=1e-4, atol=1e-4)

@@ -80,6 +80,8 @@ def test_no_body_gets_more_than_an_error(served: Served) -> None:
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+RESPONSES = "/v1/responses"
+TEXT = {"type": "text", "text": "aa"}
 
 
 @pytest.mark.parametrize(
@@ -108,7 +110,15 @@ COMPLETIONS = "/v1/completions"
         (CHAT, {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user"}]}, "needs text"),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "messages"),
+        *(
+            (
+                CHAT,
+                {"messages": [{"role": "user", "content": [TEXT, {"type": kind, kind: {}}]}]},
+                f"'{kind}' is not text",
+            )
+            for kind in ("image_url", "input_audio")
+        ),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image' is not text"),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),

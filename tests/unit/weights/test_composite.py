@@ -8,63 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForImageTextToText, CLIPConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.llama4.configuration_llama4 import Llama4Config
-from transformers.models.llava.configuration_llava import LlavaConfig
-from transformers.models.mistral3.configuration_mistral3 import Mistral3Config
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
-from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
 import megakv
 from megakv.costmodel.shape import ModelShape
+from megakv.engine.loading import build_model
 from megakv.planner.dry_run import dry_run
-from tests.tiny_configs import VOCAB, tiny_config
-
-IMAGE = VOCAB - 1
-VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
-QWEN_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64}
+from tests.tiny_configs import VOCAB
+from tests.wrappers import WRAPPERS, qwen3_vl, saved, text_values
 
 
-def _text(model_type: str) -> dict[str, Any]:
-    return tiny_config(model_type).to_dict()
-
-
-def llava() -> PreTrainedConfig:
-    vision = {**VISION, "model_type": "clip_vision_model", "projection_dim": 32}
-    return LlavaConfig(text_config=_text("llama"), vision_config=vision, image_token_index=IMAGE)
-
-
-def mistral3() -> PreTrainedConfig:
-    vision = {**VISION, "model_type": "pixtral", "head_dim": 16}
-    return Mistral3Config(text_config=_text("mistral"), vision_config=vision, image_token_index=IMAGE)
-
-
-def qwen3_vl() -> PreTrainedConfig:
-    sizes = {name: value for name, value in _text("qwen3").items() if name in QWEN3_SIZES}
-    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
-    ids = {"image_token_id": IMAGE, "video_token_id": 97, "vision_start_token_id": 96, "vision_end_token_id": 95}
-    vision = {**QWEN_VISION, "deepstack_visual_indexes": [0]}
-    return Qwen3VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=vision, **ids)
-
-
-QWEN3_SIZES = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size "
-    "max_position_embeddings initializer_range pad_token_id bos_token_id eos_token_id"
-).split()
-
-
-def saved(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
-    model.save_pretrained(folder)
-    return model
+def weights_of_text(model: PreTrainedModel) -> int:
+    """The decoder's and those of the output head, of its own or not."""
+    parts = (model.get_decoder(), model.get_output_embeddings())
+    return sum(each.numel() for each in {p for part in parts for p in part.parameters()})
 
 
 def prompts() -> tuple[Tensor, Tensor]:
@@ -74,7 +33,7 @@ def prompts() -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-@pytest.mark.parametrize("make", [llava, mistral3, qwen3_vl])
+@pytest.mark.parametrize("make", WRAPPERS.values())
 @pytest.mark.parametrize("folder", [True, False])
 def test_text_is_answered_as_by_the_whole_model(make: Any, folder: bool, alone: None, tmp_path: Path) -> None:
     plain = saved(make(), tmp_path)
@@ -95,8 +54,17 @@ def test_text_is_answered_as_by_the_whole_model(make: Any, folder: bool, alone: 
             with pytest.raises(ValueError, match=r"position_ids \[4, 2, 21\] are those of images or videos"):
                 engine(ids, position_ids=positions)
     if folder:
-        assert dry_run(tmp_path, {"dtype": "fp32"}, context=16).parameters == sum(p.numel() for p in plain.parameters())
-        assert ModelShape.from_path(tmp_path).vocab == VOCAB
+        assert dry_run(tmp_path, {"dtype": "fp32"}, context=16).parameters == weights_of_text(plain)
+        shape = ModelShape.from_path(tmp_path)
+        assert (shape.vocab, shape.parameters) == (VOCAB, weights_of_text(plain))
+
+
+@pytest.mark.parametrize("make", WRAPPERS.values())
+def test_weights_of_other_senses_are_neither_read_nor_kept(make: Any, tmp_path: Path) -> None:
+    plain = saved(make(), tmp_path)
+    loaded = build_model(tmp_path, dtype=torch.float32, all_reduce=lambda tensor: tensor)
+    assert 4 * weights_of_text(plain) == loaded.bytes_read < 4 * sum(p.numel() for p in plain.parameters())
+    assert loaded.bytes_kept == loaded.bytes_read + sum(b.nbytes for b in loaded.module.buffers())
 
 
 @pytest.mark.parametrize(
@@ -116,7 +84,7 @@ def test_others_are_refused_in_one_sentence_before_weights(
     whole = config()
     if config is not CLIPConfig:
         text = whole.get_text_config().model_type
-        whole = config(text_config=_text(text))
+        whole = config(text_config=text_values(text))
     whole.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")
     for attempt in (

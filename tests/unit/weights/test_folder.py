@@ -86,24 +86,6 @@ def test_folders_without_a_model(tmp_path: Path, content: str | None, message: s
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_adapters_are_named_as_such(beside: bool, tmp_path: Path) -> None:
-    values = {"peft_type": "LORA", "base_model_name_or_path": "someone/base", "r": 4}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(values))
-    if beside:
-        llama().save_pretrained(tmp_path)
-        message = (
-            "holds a model and a LORA adapter, .*: remove adapter_config.json to serve the model alone; or .*merge"
-        )
-    else:
-        message = (
-            r"is a LORA adapter of 'someone/base', .*: merge it .*merge_and_unload\(\)\.save_pretrained\('MERGED'\)"
-        )
-    for read in (read_config, ModelShape.from_path):
-        with pytest.raises((MegaKVError, ValueError), match=message):
-            read(tmp_path)
-
-
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_config_without_a_type_has_that_of_the_weights(sharded: bool, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_config(llama(), dtype=torch.bfloat16)
