@@ -86,14 +86,16 @@ class ForwardHooks:
         self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
         # A turn that may be compressed is not computed in slices.
         whole_rows = products.whole_rows if self._layers.at_once() else products.most_rows
-        slices = in_memory and self._slices is not None and runtime.compressor is None
+        size = runtime.comm.mesh.cp_size
+        meets = in_memory and runtime.compressor is None and size > 1 and self._layers.meet_in_memory()
         self.traits = ModelTraits(
             last_layer=self._last_layer.attention,
             slices=None if self._slices is None else self._slices.gains,
             length_dependent=length_dependent,
             few_rows=whole_rows if in_memory else 1,
             pairs=in_memory and products.pairs,
-            sliced_rows=products.most_rows if slices and self._layers.meet_in_memory() else 0,
+            sliced_rows=products.most_rows if meets and self._slices is not None else 0,
+            spread_rows=products.whole_rows * size if meets else 0,
         )
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)

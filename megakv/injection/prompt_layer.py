@@ -8,12 +8,14 @@ states, in memory that a long prompt takes anew: of a block it stays in caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megakv.attention.layer import LayerCalls, Weight
 from megakv.weights.products import Products, many_product, widened_product
+from megakv.weights.tensor_parallel import RowParallelLinear
 
 LEAST_ROWS = 65
 """Rows from which on layers are computed so; of fewer, products are other ones."""
@@ -27,6 +29,14 @@ MOST_WIDENED = 1 << 24
 
 Sum = Callable[[Tensor], Tensor]
 """Over the ranks that have a part of a linear's columns each, its bias added."""
+
+
+def sum_over(linear: Any) -> Sum | None:
+    """Sum of a linear that is spread over tensor-parallel ranks; None of any other."""
+    if not isinstance(linear, RowParallelLinear):
+        return None
+    every: Any = linear
+    return every.all_reduce if linear.bias is None else lambda parts: every.all_reduce(parts) + every.bias
 
 
 class Blocks:
