@@ -39,10 +39,8 @@ from megakv.weights.tensor_parallel import RowParallelLinear
 
 logger = logging.getLogger(__name__)
 
-OPERATIONS = {
-    "inputs": "linear_gather", "partial": "replicated", "keys": "all_gather", "outputs": "linear_sum",
-    "feed_forward": "linear_sum",
-}  # fmt: skip
+OPERATIONS = dict.fromkeys(("outputs", "feed_forward"), "linear_sum")
+OPERATIONS |= {"inputs": "linear_gather", "partial": "replicated", "keys": "all_gather"}
 """What its messages are called, where a layer is one call."""
 
 
@@ -194,10 +192,8 @@ class TokenLayer:
         if tables is None and (tables := self._each(step, one, layers, call)) is None:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
-        picked = None
-        if layers[len(tables) - 1] == self._runtime.traits.last_layer and (step.layout.size == 1 or spread is not None):
-            picked = step.last.rows
-        name = "decoding" if spread is None else "all_gather"
+        ends, name = layers[len(tables) - 1] == self._runtime.traits.last_layer, "all_gather" if spread else "decoding"
+        picked = step.last.rows if ends and (spread is not None or step.layout.size == 1) else None
         with comm.watch.guard(call.ranks, name, where) if call.ranks else nullcontext():
             out, moments = call(x, cos, sin, one, tables, window, picked)
         step.state.ahead = out, range(self.index + 1, self.index + len(tables))
@@ -211,8 +207,7 @@ class TokenLayer:
         """Where the rows of those layers lie, or of the first ones whose rows are in this memory alone, if any."""
         tables = list[RowTable]()
         for layer, whole in zip(layers, call.layers, strict=True):
-            table = one.rows(step.cache.store(layer), whole.like, whole.like)
-            if table is None:
+            if (table := one.rows(step.cache.store(layer), whole.like, whole.like)) is None:
                 break
             tables.append(table)
         return RowTables.of(tables) if tables else None
