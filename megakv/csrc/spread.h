@@ -34,7 +34,7 @@ struct Spread {
       for (int64_t i = bounds[sequence]; i < bounds[sequence + 1]; ++i) {
         const Piece& piece = pieces[i];
         require(piece.rank >= 0 && piece.rank < channel.ranks && piece.first >= 0 && piece.rows >= 0, Fault::RANKS);
-        require(piece.first + piece.rows <= counts[piece.rank * sequences + sequence], Fault::RUNS);
+        require(piece.rows <= counts[piece.rank * sequences + sequence] - piece.first, Fault::RUNS);
       }
     }
   }
