@@ -44,6 +44,11 @@ class Norm:
     weight: Tensor
     eps: float
 
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """That of one of transformers' modules."""
+        return cls(module.weight.detach(), module.variance_epsilon)
+
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -116,7 +121,7 @@ class LayerKernel:
         self.feed_forward.argtypes = [pointer, whole, pointer, pointer, number, number, number, pointer, pointer]
         self.add.argtypes = [pointer, whole, pointer, pointer, whole, pointer, pointer]
         self.token_layers.argtypes = [
-            pointer, whole, pointer, whole, whole, pointer, pointer, pointer, number, pointer, pointer,
+            pointer, whole, pointer, pointer, pointer, whole, whole, whole, *(pointer,) * 3, number, pointer, pointer,
         ]  # fmt: skip
         self.normed.argtypes = [pointer, number, whole, pointer, pointer, number, number, pointer, pointer]
         self.gated.argtypes = [pointer, whole, whole, pointer, pointer, number, number]

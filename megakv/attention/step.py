@@ -42,6 +42,13 @@ class HasPlaces(Protocol):
     def places(self, new: Sequence[int], like: tuple[Tensor, Tensor]) -> RowTables | None: ...
 
 
+class SpreadRows(Protocol):
+    """What it uses of a `megakv.attention.spread.SpreadRows`."""
+
+    address: int
+    rows: int
+
+
 class HasTable(Protocol):
     """What it uses of a `megakv.cache.cache.ShardedCache`, in a pass that has begun."""
 
@@ -67,7 +74,8 @@ class TokenStep:
     `stored` are the rows that this rank keeps; `seen` gives ``[L]``, for each, the first row that a window reaches of
     all that this rank was ever given of the sequence; `gather` the partial results of all ranks, ``[N, ...]``, for a
     layer's of this one, and is None on a rank that has everything; `compute` counts a stretch of computation. With
-    `pairs`, which the processor must have, many rows of a sequence are attended to as in `PrefillKernel`.
+    `pairs`, which the processor must have, many rows of a sequence are attended to as in `PrefillKernel`. Of a prompt
+    that is `spread` over ranks, by a window, every rank has a part of the queries, and a call of layers all keys.
     """
 
     def __init__(
@@ -80,8 +88,10 @@ class TokenStep:
         compute: Callable[[str, int], AbstractContextManager[None]],
         *,
         pairs: bool = False,
+        spread: Callable[[int | None], SpreadRows] | None = None,
     ):
-        self._compute, self._pairs = compute, pairs
+        self._compute, self._pairs, self._spread = compute, pairs, spread
+        self._spreads: dict[int | None, SpreadRows] = {}
         self._kernel, self._seen, self._gather = kernel, seen, gather
         self.length = bounds[-1]
         """Packed rows of all sequences."""
@@ -130,6 +140,14 @@ class TokenStep:
         held = np.empty((len(tables), 11), dtype=np.int64)
         held[:, :6], held[:, 6:] = self._common(window), tables.stepped
         return held
+
+    def spread(self, window: int | None) -> SpreadRows | None:
+        """Where all ranks' rows are, given the window; None where ranks have the same queries."""
+        if self._spread is None:
+            return None
+        if window not in self._spreads:
+            self._spreads[window] = self._spread(window)
+        return self._spreads[window]
 
     def places(self, cache: HasPlaces, like: Tensor) -> RowTables | None:
         """Where rows of all layers lie, with places for the new ones, whose keys and values are like that one."""

@@ -1,4 +1,4 @@
-"""Whole decoder layers of a step of decoding in one compiled call, with all that ranks exchange in them.
+"""Whole decoder layers of a step of decoding, or of a short prompt, in one compiled call, with all that ranks exchange.
 
 Between calls Python takes as long as they do, on every rank at its own pace, and each waits for the others.
 """
@@ -20,6 +20,7 @@ from megakv.attention.layer import LayerCalls
 from megakv.attention.step import TokenStep
 from megakv.base.library import fault
 from megakv.distributed.channel import Channel
+from megakv.distributed.direct import MESSAGE_BYTES
 
 PARTS = ("inputs", "attention", "partial", "outputs", "feed_forward")
 """What of a layer is timed, by the call's numbers: attention, and messages."""
@@ -33,7 +34,7 @@ class LayerRanks:
     inputs: Channel | None = None
     """Gathers queries, keys and values, of which each has a run of `widths` columns."""
     partial: Channel | None = None
-    """Gathers attention to each one's own tokens."""
+    """Gathers attention to each one's own tokens; of a prompt that is spread, keys and values."""
     outputs: Channel | None = None
     """Sums output projections, each from `columns` of what was attended to; behind it `outputs_bias` is added."""
     feed_forward: Channel | None = None
@@ -102,6 +103,10 @@ class WholeLayer:
         self.like = torch.empty(shape, dtype=calls.dtype, device="cpu")
         """Keys, or values, of a row: the kind."""
 
+    def message_bytes(self, rows: int) -> int:
+        """Bytes of so many rows' keys and values."""
+        return 2 * self.like.numel() * self.like.itemsize * rows
+
     def fits(self, other: WholeLayer) -> bool:
         """Whether the other one's hidden states and rotary embeddings are of the same type and shape."""
         mine, theirs = self.calls, other.calls
@@ -125,6 +130,11 @@ class WholeLayersCall:
         """Keys, or values, of a row, where all layers have the same."""
         self._at = array("d", (0.0,) * (2 * len(PARTS) * len(plans)))
 
+    def sends(self, rows: int) -> bool:
+        """Whether ranks can send each other so many rows' keys and values, by the way of small messages."""
+        every = (layer.message_bytes(rows) for layer in self.layers)
+        return bool(self.ranks) and max(every) <= MESSAGE_BYTES
+
     def __call__(
         self,
         x: Tensor,
@@ -133,11 +143,13 @@ class WholeLayersCall:
         step: TokenStep,
         tables: RowTables,
         window: int | None,
+        picked: Tensor | None = None,
     ) -> tuple[Tensor, list[list[Moment]]]:
         """``[..., L, h]`` of hidden states ``[..., L, h]`` and rotary embeddings ``[..., L, D]``, and what each layer
         spent its time with.
 
-        `tables` say where rows lie, of every layer or of the first ones, which alone are computed then.
+        `tables` say where rows lie, of every layer or of the first ones, which alone are computed then. Where some rows
+        are `picked`, ascending, the last layer computes those alone, and zeros for others.
 
         Raises
         ------
@@ -146,10 +158,11 @@ class WholeLayersCall:
         """
         out, rows, calls = torch.empty_like(x), x.numel() // x.shape[-1], self.layers[0].calls
         assert x.shape[-1] == calls.hidden and cos.numel() == sin.numel() == rows * calls.weights.head_dim
-        held = step.held(tables, window)
+        held, spread = step.held(tables, window), step.spread(window)
         if code := self._call(
-            ctypes.addressof(self._plans), len(self._plans), held.ctypes.data, len(tables), rows, x.data_ptr(),
-            cos.data_ptr(), sin.data_ptr(), step.threads, out.data_ptr(), self._at.buffer_info()[0],
+            ctypes.addressof(self._plans), len(self._plans), held.ctypes.data, spread and spread.address,
+            *located(picked), len(tables), rows, x.data_ptr(), cos.data_ptr(), sin.data_ptr(), step.threads,
+            out.data_ptr(), self._at.buffer_info()[0],
         ):  # fmt: skip
             for channel in self._channels:
                 channel.check()
@@ -157,5 +170,9 @@ class WholeLayersCall:
         moments, at = [], self._at.tolist()
         for first, layer in zip(range(0, len(at), 2 * len(PARTS)), self.layers[: len(tables)], strict=False):
             places = ((name, sent * rows, first + 2 * part) for part, name, sent in layer.timed)
-            moments.append([Moment(name, sent, at[place], at[place + 1]) for name, sent, place in places])
+            found = [Moment(name, sent, at[place], at[place + 1]) for name, sent, place in places]
+            if spread is not None:
+                sent = layer.message_bytes(spread.rows) * (len(layer.channels["partial"].ranks) - 1)
+                found = [each._replace(part="keys", sent=sent) if each.sent else each for each in found]
+            moments.append(found)
         return out, moments

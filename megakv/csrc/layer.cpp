@@ -5,7 +5,7 @@
 
 #include "channel.h"
 #include "layer.h"
-#include "step.h"
+#include "spread.h"
 
 namespace {
 
@@ -78,9 +78,18 @@ void project_together(const Layer& layer, const Ranks& ranks, int64_t rows, cons
       std::copy_n(&all[(rank * rows + row) * widest], ranks.widths[rank], packed + row * columns + first);
 }
 
+// Some rows of as many numbers each.
+template <class T> Space<T> taken(const Picked& picked, const T* from, int64_t step, int64_t width) {
+  Space<T> found(picked.count * width);
+  for (int64_t i = 0; i < picked.count; ++i) std::copy_n(from + picked.rows[i] * step, width, &found[i * width]);
+  return found;
+}
+
+// Of the rows those are computed behind the keys and values that are `picked`; others become zeros.
 template <class T>
-void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64_t rows, const T* x, const T* cos,
-                 const T* sin, float scale, int threads, T* out, Moments& moments) {
+void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, const Spread* spread, const Picked& picked,
+                 int64_t rows, const T* x, const T* cos, const T* sin, float scale, int threads, T* out,
+                 Moments& moments) {
   const int64_t dim = layer.head_dim, width = layer.heads * dim, columns = layer.columns();
   const int64_t hidden = layer.hidden;
   Space<T> packed(rows * columns), attended(rows * width);
@@ -91,20 +100,36 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
   rotate_all(layer, rows, cos, sin, threads, packed.data());
 
   const auto heads = [&](int64_t first) { return Heads{&packed[first], dim, columns}; };
-  const Step step{layer.pairs, rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width),
-                  heads(width + layer.kv_heads * dim)};
-  const auto attend = [&](bool partial, void* to) {
-    moments.of(ATTENTION, [&] {
-      attend_step<T>(step, held, scale, nullptr, partial, threads, to);
-    });
+  Step step{layer.pairs, rows, layer.heads, layer.kv_heads, dim, dim, heads(0), heads(width),
+            heads(width + layer.kv_heads * dim)};
+  Space<T> queries(0), chosen(0);
+  if (picked.rows) {
+    queries = taken(picked, packed.data(), columns, width), chosen = taken(picked, x, hidden, hidden);
+    step.q = {queries.data(), dim, width}, x = chosen.data();
+  }
+  const auto attend = [&](const Seen& seen, auto runs_of, bool partial, void* to) {
+    attend_rows<T>(step, picked.rows ? seen.of(picked) : seen, runs_of, scale, nullptr, partial, threads, to);
   };
-  if (ranks.attention) {
+  const auto here = [&](int64_t sequence) { return held.of(sequence); };
+  if (spread) {
+    Channel& channel = *ranks.attention;
+    int64_t most = 0;
+    for (int64_t rank = 0; rank < channel.ranks; ++rank) most = std::max(most, spread->total(rank));
+    Space<T> own(most * 2 * layer.kv_heads * dim);
+    Seen seen = append_all<T>(step, held);
+    pack_rows<T>(step, held, *spread, channel.own, own.data());
+    const Space<T> all = moments.gathered(PARTIAL, channel, own);
+    const auto runs = unpacked<T>(step, *spread, channel.ranks, all.data(), own.size());
+    seen.low.assign(spread->low, spread->low + rows), seen.high.assign(spread->high, spread->high + rows);
+    const auto everywhere = [&](int64_t i) { return Runs{runs[i].data(), runs[i].data() + runs[i].size()}; };
+    moments.of(ATTENTION, [&] { attend(seen, everywhere, false, attended.data()); });
+  } else if (ranks.attention) {
     Space<float> own(rows * layer.heads * (dim + 1));
-    attend(true, own.data());
+    moments.of(ATTENTION, [&] { attend(append_all<T>(step, held), here, true, own.data()); });
     const Space<float> all = moments.gathered(PARTIAL, *ranks.attention, own);
     merge_parts(all.data(), ranks.attention->ranks, rows * layer.heads, layer.heads, dim, nullptr, attended.data());
   } else {
-    attend(false, attended.data());
+    moments.of(ATTENTION, [&] { attend(append_all<T>(step, held), here, false, attended.data()); });
   }
 
   if (ranks.outputs) {
@@ -120,10 +145,15 @@ void token_layer(const Layer& layer, const Ranks& ranks, const Held& held, int64
     add_parts<T>(layer, rows, all.data(), ranks.outputs->ranks, ranks.outputs_bias, nullptr, attended.data());
   }
 
-  Space<T> middle(rows * hidden), own(ranks.feed_forward ? rows * hidden : 0);
-  feed_forward(layer, rows, x, attended.data(), ranks.outputs, !ranks.feed_forward, threads, middle.data(),
-               ranks.feed_forward ? own.data() : out);
-  if (ranks.feed_forward) {
+  const bool alone = !ranks.feed_forward && !picked.rows;
+  const int64_t count = picked.rows ? picked.count : rows;
+  Space<T> middle(count * hidden), own(alone ? 0 : count * hidden);
+  feed_forward(layer, count, x, attended.data(), ranks.outputs, !ranks.feed_forward, threads, middle.data(),
+               alone ? out : own.data());
+  if (picked.rows) {
+    std::fill_n(out, rows * hidden, T{});
+    for (int64_t i = 0; i < count; ++i) std::copy_n(&own[i * hidden], hidden, out + picked.rows[i] * hidden);
+  } else if (ranks.feed_forward) {
     const Space<T> all = moments.gathered(FEED_FORWARD, *ranks.feed_forward, own);
     add_parts(layer, rows, all.data(), ranks.feed_forward->ranks, ranks.feed_forward_bias, middle.data(), out);
   }
@@ -138,25 +168,34 @@ struct TokenLayer {
   double scale;
 
   // Whether rows go through it behind those of the first layer.
-  void check(const Layer& first, const Held& held, int64_t rows) const {
+  void check(const Layer& first, const Held& held, const Spread* spread, bool picks, int64_t rows) const {
     layer->check();
     ranks->check(*layer);
     held.check(rows, layer->kv_heads, layer->head_dim, layer->head_dim);
+    // What ranks sum is all rows'.
+    require(!(spread || picks) || !(ranks->inputs || ranks->outputs || ranks->feed_forward), Fault::RANKS);
+    require(spread ? (bool)ranks->attention : !(picks && ranks->attention), Fault::RANKS);
+    if (spread) spread->check(held, *ranks->attention, rows);
     const bool alike = layer->type == first.type && layer->hidden == first.hidden && layer->head_dim == first.head_dim;
     require(alike, Fault::WEIGHTS);
   }
 };
 
 // `count` whole layers of `given` ones, one behind the other, of a few rows of each sequence: out [rows, hidden] of
-// x [rows, hidden], with rotary embeddings [rows, head_dim]. `at` [given, 5, 2] is written where something took place.
-// Returns how it ended: see `Fault`.
-extern "C" int megakv_token_layers(const TokenLayer* layers, int64_t given, const Held* held, int64_t count, int64_t rows,
+// x [rows, hidden], with rotary embeddings [rows, head_dim]. Of the last of them those rows alone may be `picked` whose
+// results are asked for. Where rows are `spread` over ranks, each sends all others its keys and values of every layer, by
+// the channel for attention. `at` [given, 5, 2] is written where something took place. Returns how it ended: see `Fault`.
+extern "C" int megakv_token_layers(const TokenLayer* layers, int64_t given, const Held* held, const Spread* spread,
+                                   const int64_t* picked_rows, int64_t picked_count, int64_t count, int64_t rows,
                                    const void* x, const void* cos, const void* sin, int threads, void* out, double* at) {
   const double begun = now();
   return typed(layers->layer->type, [&](auto like) {
     typedef decltype(like) T;
     require(count <= given && threads > 0, Fault::SIZES);
-    for (int64_t i = 0; i < count; ++i) layers[i].check(*layers->layer, held[i], rows);
+    const Picked picked{picked_rows, picked_count}, all{};
+    picked.check(rows);
+    for (int64_t i = 0; i < count; ++i)
+      layers[i].check(*layers->layer, held[i], spread, picked_rows && i + 1 == count, rows);
     // By turns: a layer's results are the next one's hidden states.
     Space<T> turns[2]{Space<T>(0), Space<T>(0)};
     const T* from = (const T*)x;
@@ -165,8 +204,8 @@ extern "C" int megakv_token_layers(const TokenLayer* layers, int64_t given, cons
       if (i + 1 < count && !own.size()) own = Space<T>(rows * layers[i].layer->hidden);
       T* const to = i + 1 < count ? own.data() : (T*)out;
       Moments moments(at + 2 * PARTS * i, begun);
-      token_layer(*layers[i].layer, *layers[i].ranks, held[i], rows, from, (const T*)cos, (const T*)sin,
-                  (float)layers[i].scale, threads, to, moments);
+      token_layer(*layers[i].layer, *layers[i].ranks, held[i], spread, i + 1 < count ? all : picked, rows, from,
+                  (const T*)cos, (const T*)sin, (float)layers[i].scale, threads, to, moments);
       from = to;
     }
   });

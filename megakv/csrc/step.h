@@ -16,6 +16,17 @@ struct Heads {
   int64_t head, row;
 };
 
+// Some of the rows, ascending; none are all of them.
+struct Picked {
+  const int64_t* rows;
+  int64_t count;
+
+  void check(int64_t all) const {
+    require(count >= 0 && count <= all, Fault::ROWS);
+    for (int64_t i = 0; rows && i < count; ++i) require(rows[i] > (i ? rows[i - 1] : -1) && rows[i] < all, Fault::ROWS);
+  }
+};
+
 // Rows of queries of a KV head up to which weights are not rounded, as where a kernel of their own attends to them.
 constexpr int64_t FEW_QUERIES = 32;
 
@@ -97,23 +108,27 @@ struct Found {
       : out(rows * s.heads * s.value_dim), lse(rows * s.heads, -std::numeric_limits<float>::infinity()) {}
 };
 
-// Sequences that have one row each: all of them at once.
+// A row of queries that is attended to with others: where it is, and the keys of its sequence that it does not see.
+struct Single {
+  int64_t query, low;
+  Runs runs;
+};
+
+// Rows that see all keys to the end of their sequences: all of them at once.
 template <class T>
-void attend_singles(const Step& s, const Held& held, const std::vector<int64_t>& sequences, float scale, int threads,
-                    Found& found) {
-  const int64_t count = sequences.size(), width = s.heads * s.value_dim;
+void attend_singles(const Step& s, const std::vector<Single>& singles, float scale, int threads, Found& found) {
+  const int64_t count = singles.size(), width = s.heads * s.value_dim;
   if (!count) return;
   std::vector<float> q(count * s.heads * s.key_dim);
   std::vector<Run> visible;
   std::vector<int64_t> bounds{0};
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t sequence = sequences[i], index = held.begins[sequence];
+    const Single& own = singles[i];
     for (int64_t head = 0; head < s.heads; ++head)
-      widen(row<T>(s.q, head, index), s.key_dim, &q[(i * s.heads + head) * s.key_dim]);
-    visible.insert(visible.end(), held.of(sequence).begin(), held.of(sequence).end());
+      widen(row<T>(s.q, head, own.query), s.key_dim, &q[(i * s.heads + head) * s.key_dim]);
+    visible.insert(visible.end(), own.runs.begin(), own.runs.end());
     bounds.push_back(visible.size());
-    if (held.seen)
-      skip<T>(visible.data() + bounds[i], visible.data() + bounds[i + 1], held.seen[index] - held.first[sequence]);
+    skip<T>(visible.data() + bounds[i], visible.data() + bounds[i + 1], own.low);
   }
   const Shape shape{s.kv_heads, s.heads / s.kv_heads, (int)s.key_dim, (int)s.value_dim};
   const auto attend = [&](const float* query, const Run& run, Range heads, Range keys, State state) {
@@ -122,7 +137,7 @@ void attend_singles(const Step& s, const Held& held, const std::vector<int64_t>&
   Found own(s, count);
   decode({q.data(), visible.data(), bounds.data(), count}, shape, scale, threads, attend, own.out.data(), own.lse.data());
   for (int64_t i = 0; i < count; ++i) {
-    const int64_t index = held.begins[sequences[i]];
+    const int64_t index = singles[i].query;
     std::copy_n(&own.out[i * width], width, &found.out[index * width]);
     std::copy_n(&own.lse[i * s.heads], s.heads, &found.lse[index * s.heads]);
   }
@@ -130,43 +145,71 @@ void attend_singles(const Step& s, const Held& held, const std::vector<int64_t>&
 
 // The rows [begin, end) of one sequence, each of which sees its keys from `low` to before `high`.
 template <class T>
-void attend_several(const Step& s, Runs runs, int64_t begin, int64_t end, const std::vector<int64_t>& low,
-                    const std::vector<int64_t>& high, float scale, int threads, Found& found) {
+void attend_several(const Step& s, Runs runs, int64_t begin, int64_t end, const int64_t* low, const int64_t* high,
+                    float scale, int threads, Found& found) {
   many::Problem p{};
   p.kv_heads = s.kv_heads, p.group = s.heads / s.kv_heads, p.rows = end - begin, p.keys = runs.keys();
   p.key_dim = s.key_dim, p.value_dim = s.value_dim, p.q_head = s.q.head, p.q_step = s.q.row;
-  p.low = low.data(), p.high = high.data(), p.scale = scale;
+  p.low = low + begin, p.high = high + begin, p.scale = scale;
   with_cell<T>(s.pairs && p.group * p.rows > FEW_QUERIES, [&](auto cell) {
     many::prefill<T, decltype(cell)>(p, row<T>(s.q, 0, begin), runs, threads,
                                      &found.out[begin * s.heads * s.value_dim], &found.lse[begin * s.heads]);
   });
 }
 
-// See megakv_step.
-template <class T>
-void attend_step(const Step& s, const Held& held, float scale, const float* sinks, bool partial, int threads, void* out) {
-  Found found(s, s.rows);
-  std::vector<int64_t> singles;
+// What rows see of their sequences' keys: those from `low` to before `high`. Sequence i has rows [begins[i], begins[i + 1]).
+struct Seen {
+  std::vector<int64_t> begins, low, high;
+
+  // The same of some of the rows, ascending.
+  Seen of(const Picked& picked) const {
+    Seen some;
+    for (int64_t begin : begins)
+      some.begins.push_back(std::lower_bound(picked.rows, picked.rows + picked.count, begin) - picked.rows);
+    for (int64_t i = 0; i < picked.count; ++i) {
+      some.low.push_back(low[picked.rows[i]]);
+      some.high.push_back(high[picked.rows[i]]);
+    }
+    return some;
+  }
+};
+
+// The new rows go to their places; of this rank's keys each sees those that do not come behind it.
+template <class T> Seen append_all(const Step& s, const Held& held) {
+  Seen seen{{held.begins, held.begins + held.sequences + 1}, std::vector<int64_t>(s.rows), std::vector<int64_t>(s.rows)};
   for (int64_t sequence = 0; sequence < held.sequences; ++sequence) {
-    const int64_t begin = held.begins[sequence], end = held.begins[sequence + 1], count = end - begin;
     const Runs runs = held.of(sequence);
-    const int64_t keys = runs.keys();
+    const int64_t begin = held.begins[sequence], end = held.begins[sequence + 1], keys = runs.keys();
+    // Those that this rank keeps lie last.
     int64_t kept = 0;
     for (int64_t index = begin; index < end; ++index) kept += held.stored[index];
-    // What each row sees: those that this rank keeps lie last.
-    std::vector<int64_t> low(count), high(count);
-    for (int64_t i = 0; i < count; ++i) {
-      if (held.stored[begin + i]) append<T>(runs.last - 1, --kept, begin + i, s);
-      low[i] = held.seen ? held.seen[begin + i] - held.first[sequence] : 0;
-      high[i] = keys - kept;
+    for (int64_t index = begin; index < end; ++index) {
+      if (held.stored[index]) append<T>(runs.last - 1, --kept, index, s);
+      seen.low[index] = held.seen ? held.seen[index] - held.first[sequence] : 0;
+      seen.high[index] = keys - kept;
     }
-    if (count == 1)
-      singles.push_back(sequence);
-    else if (count)
-      attend_several<T>(s, runs, begin, end, low, high, scale, threads, found);
   }
-  attend_singles<T>(s, held, singles, scale, threads, found);
-  for (int64_t row = 0; row < s.rows * s.heads; ++row) {
+  return seen;
+}
+
+// Queries of all rows that are `seen`, to the runs of their sequences: see megakv_step.
+template <class T, class RunsOf>
+void attend_rows(const Step& s, const Seen& seen, RunsOf runs_of, float scale, const float* sinks, bool partial,
+                 int threads, void* out) {
+  const int64_t rows = seen.low.size();
+  Found found(s, rows);
+  std::vector<Single> singles;
+  for (int64_t sequence = 0; sequence + 1 < (int64_t)seen.begins.size(); ++sequence) {
+    const int64_t begin = seen.begins[sequence], end = seen.begins[sequence + 1];
+    if (begin == end) continue;
+    const Runs runs = runs_of(sequence);
+    if (end - begin == 1 && seen.high[begin] == runs.keys())
+      singles.push_back({begin, seen.low[begin], runs});
+    else
+      attend_several<T>(s, runs, begin, end, seen.low.data(), seen.high.data(), scale, threads, found);
+  }
+  attend_singles<T>(s, singles, scale, threads, found);
+  for (int64_t row = 0; row < rows * s.heads; ++row) {
     const float* own = &found.out[row * s.value_dim];
     if (partial) {
       float* to = (float*)out + row * (s.value_dim + 1);
@@ -177,6 +220,13 @@ void attend_step(const Step& s, const Held& held, float scale, const float* sink
              (T*)out + row * s.value_dim);
     }
   }
+}
+
+// See megakv_step.
+template <class T>
+void attend_step(const Step& s, const Held& held, float scale, const float* sinks, bool partial, int threads, void* out) {
+  const auto runs_of = [&](int64_t sequence) { return held.of(sequence); };
+  attend_rows<T>(s, append_all<T>(s, held), runs_of, scale, sinks, partial, threads, out);
 }
 
 // See megakv_merge.

@@ -147,7 +147,7 @@ def build_model(
         form.check(request, config)
         if adapter is not None and form.quantised is not None:
             raise ValueError(
-                f"megakv.adapter = {str(adapter)!r} is merged into plain weights, and those of {directory} are quantised "
+                f"megakv.adapter = {str(adapter)!r} is merged into plain weights, and {directory} holds quantised ones "
                 f"({form.quantised}): give the checkpoint in 16 bits; megakv.weights.format quantises what was merged"
             )
         dtype = dtype or config.get_text_config().dtype or torch.float32

@@ -11,8 +11,9 @@ attention hides its messages, by what a little of both took here; ``alg1`` and `
 constants of a fit file. None are shipped: the published ones would choose pass-Q for a full prefill of 128K tokens,
 against the paper's own text. Decode is chosen by the cost model, or by bytes of weights and the batch size.
 
-Prefill is never given to ``all_gather`` by itself: it holds the keys and values of all ranks at once, which a long
-context cannot. Nor to ``tsp`` and ``tsp_causal``, which are there to be measured against.
+Prefill is given to ``all_gather`` where a prompt is so short that all of its layers are one call on ranks that share
+memory (`PassPlanner.plan`), and never else: it holds the keys and values of all ranks at once, which a long context
+cannot. Nor is it to ``tsp`` and ``tsp_causal``, which are there to be measured against.
 """
 
 from __future__ import annotations

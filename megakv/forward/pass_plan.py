@@ -169,6 +169,8 @@ class PassPlan:
     generation: Generation | None = None
     token_step: TokenStep | None = None
     """Attends where a layer's rows are in this memory alone; None but for one new token of every sequence."""
+    prompt_step: TokenStep | None = None
+    """The same of a short prompt that is spread over ranks, where they exchange keys and values in a call of layers."""
     part: int | None = None
     """Which of the groups that layers compute one behind the other (`LayerColumns`); None for all sequences at once."""
     more: bool = False

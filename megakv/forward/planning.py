@@ -56,6 +56,8 @@ class ModelTraits:
     """Whether that multiplies bfloat16 by pairs where a sequence has many of them."""
     sliced_rows: int = 0
     """Tokens of a pass up to which slices, of all tokens on every rank, take less than shards of them do."""
+    spread_rows: int = 0
+    """Tokens that a pass attends to up to which ranks exchange all keys and values in one call of all layers."""
     slices: bool | None = None
     """Whether what ranks are spared by slices of feed-forward layers is worth a message; None: they have no slices."""
     length_dependent: bool = False
@@ -123,6 +125,11 @@ class PassPlanner:
         free = self.config.prefill == "auto" and not self.gathers and not self.divided
         return free and workload.total_new <= self.traits.sliced_rows and self.decode_method(workload) == "tensor"
 
+    def _at_once(self, workload: Workload, cache: ShardedCache) -> bool:
+        """Whether a short prompt's layers are one call, in which all ranks have all keys and values."""
+        plain = self.config.prefill == "auto" and not (self.divided or cache.compresses)
+        return plain and workload.total <= self.traits.spread_rows
+
     def plan(
         self, new: TokenBlock, cache: ShardedCache, workload: Workload, proposed: int = 0
     ) -> tuple[Layout, str | None]:
@@ -160,6 +167,8 @@ class PassPlanner:
             measured = self._predictions is not None or self.partitions.table is not None
             self.choice = self._agreement.decide(decide) if measured else decide()
         partitions, method = self.choice.partitions, self.choice.method
+        if partitions is None and method is None and self._at_once(workload, cache):
+            method = "all_gather"
         if partitions is None:
             return layout or balanced(new, size, held), method
         return contiguous(new, partitions, gathered=method == "runahead" and self.gathers), method

@@ -27,7 +27,7 @@ from megakv.injection.linears import FewRowsLinears
 from megakv.injection.policy import Positions, depends_on_length
 from megakv.injection.step import StepKernel, TokenLayers
 from megakv.injection.step_graphs import step_graphs
-from megakv.weights.products import Products, multiplies_pairs
+from megakv.weights.products import SLICED_ROWS, Products, multiplies_pairs
 
 REFUSED_INPUTS = {
     "labels": "MegaKV is for inference; compute the loss from the logits",
@@ -75,9 +75,8 @@ class ForwardHooks:
         self._linears = FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
         if here and runtime.planner.may_slice:
-            planner = runtime.planner
             self._slices = LinearSlices(
-                model, self._linears, runtime.comm, current=lambda: runtime.current, pays=planner.slice_pays
+                model, self._linears, runtime.comm, current=lambda: runtime.current, pays=runtime.planner.slice_pays
             )
         self._layers = TokenLayers(model, products, self._slices, runtime, here=here)
         # What follows lengths or positions in Python alone would stay what it was.
@@ -86,14 +85,15 @@ class ForwardHooks:
         self._kernels: list[StepKernel] = [self._layers, *([] if captured is None else [captured])]
         # A turn that may be compressed is not computed in slices.
         whole_rows = products.whole_rows if self._layers.at_once() else products.most_rows
-        slices = in_memory and self._slices is not None and runtime.compressor is None
+        meets = in_memory and runtime.compressor is None and self._layers.meet_in_memory()
         self.traits = ModelTraits(
             last_layer=self._last_layer.attention,
             slices=None if self._slices is None else self._slices.gains,
             length_dependent=length_dependent,
             few_rows=whole_rows if in_memory else 1,
             pairs=in_memory and products.pairs,
-            sliced_rows=products.most_rows if slices and self._layers.meet_in_memory() else 0,
+            sliced_rows=min(products.most_rows, SLICED_ROWS) if meets and self._slices is not None else 0,
+            spread_rows=products.whole_rows * runtime.comm.mesh.cp_size if meets else 0,
         )
         self._before_handle = model.register_forward_pre_hook(self._before, with_kwargs=True)
         self._after_handle = model.register_forward_hook(self._after, with_kwargs=True, always_call=True)

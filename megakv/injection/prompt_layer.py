@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megakv.attention.layer import LayerCalls, Weight
+from megakv.injection.linears import all_reduce_of
 from megakv.weights.packed_product import weight_product
 from megakv.weights.products import Products, widened_product
 
@@ -29,6 +30,14 @@ MOST_WIDENED = 1 << 24
 
 Sum = Callable[[Tensor], Tensor]
 """Over the ranks that have a part of a linear's columns each, its bias added."""
+
+
+def sum_over(linear: nn.Linear) -> Sum | None:
+    """Sum of a linear that is spread over tensor-parallel ranks; None of any other."""
+    if (every := all_reduce_of(linear)) is None:
+        return None
+    bias = linear.bias
+    return every if bias is None else lambda parts: every(parts) + bias
 
 
 class Blocks:

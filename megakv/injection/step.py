@@ -141,4 +141,4 @@ class TokenLayers:
             if vars(own.layer).get("forward") is own:
                 del own.layer.forward
             # They know each other: without this the model would stay until somebody looks for such circles.
-            own.following = []
+            own.forget()

@@ -26,22 +26,21 @@ from megakv.injection.layer_kind import (
     FEED_FORWARD,
     HEAD_NORMS,
     PROJECTIONS,
+    LayerState,
     activation,
     agrees,
-    places,
     settings,
     shown_to,
 )
 from megakv.injection.linear_slices import GatheredRows, KeptRows, LinearSlices, SummedColumns
 from megakv.injection.linears import all_reduce_of, weight_of
-from megakv.injection.prompt_layer import Blocks, PromptLayer, Sum
+from megakv.injection.prompt_layer import Blocks, PromptLayer, sum_over
 from megakv.weights.products import Products
 
 logger = logging.getLogger(__name__)
 
-OPERATIONS = {
-    "inputs": "linear_gather", "partial": "replicated", "outputs": "linear_sum", "feed_forward": "linear_sum",
-}  # fmt: skip
+OPERATIONS = dict.fromkeys(("outputs", "feed_forward"), "linear_sum")
+OPERATIONS |= {"inputs": "linear_gather", "partial": "replicated", "keys": "all_gather"}
 """What its messages are called, where a layer is one call."""
 
 
@@ -81,6 +80,7 @@ class TokenLayer:
         # are kept by whether ranks have slices.
         self._attention: Any = None
         self._seen: Any = None
+        self._state: LayerState | None = None
         self._plans: dict[bool, _Plan] = {}
         self.index = 0
         """Layers that come before it."""
@@ -93,11 +93,19 @@ class TokenLayer:
         """Whether the layer is of the kind."""
         return self._attention is not None
 
+    def forget(self) -> None:
+        """What it knows of others and of the layer, which knows it."""
+        self.following, self._state = [], None
+
     def look(self) -> None:
         """See whether the layer is of the kind, and whether its weights are where they were."""
         self.following, self._calls = [self], {}
+        before, channels = self._state, self._runtime.comm.channels
+        state = self._state = LayerState(self.layer)
+        if before is not None and state.same(before) and (self._seen is None or channels is self._seen[-1]):
+            return
         kind = settings(self.layer)
-        seen = None if kind is None else (kind, places(self.layer), self._runtime.comm.channels)
+        seen = None if kind is None else (kind, state.places, channels)
         if seen != self._seen:
             self._seen, self._plans = seen, {}
             self._attention = self.layer.self_attn if kind is not None and self._agrees(kind) else None
@@ -127,7 +135,8 @@ class TokenLayer:
             return type(self.layer).forward(self.layer, hidden_states, *args, **kwargs)
         calls, (cos, sin) = plan.calls, embeddings
         window = described_mask(attention, kwargs.get("attention_mask")).window
-        if not prompt and (out := self._at_once(step, hidden_states, cos, sin, window)) is not None:
+        one = step.prompt_step if prompt else step.token_step
+        if one is not None and (out := self._at_once(step, one, hidden_states, cos, sin, window)) is not None:
             return out
         for kept in shown_to(attention):
             _, normed = calls.normed(hidden_states[0], None, calls.dtype, behind=False)
@@ -156,7 +165,7 @@ class TokenLayer:
         found = plan.prompt.project(x, cos, sin, wanted if last is not None and last.queries else None)
         (q, k, v), scoring = plan.calls.heads(found), scoring_of(attention.scaling, window, None)
         attended = attend_of(attention)(attention.layer_idx, q, k, v, scoring, None).flatten(2)
-        sums = _sum(attention.o_proj), _sum(self.layer.mlp.down_proj)
+        sums = sum_over(attention.o_proj), sum_over(self.layer.mlp.down_proj)
         if wanted is None:
             return plan.prompt.outputs(x, attended, sums)
         some = plan.prompt.outputs(x[:, wanted], attended[:, wanted], sums)
@@ -167,23 +176,26 @@ class TokenLayer:
             plan = self._plans[slices] = self._made(self._slices if slices else None)
         return plan
 
-    def _at_once(self, step: PassPlan, x: Tensor, cos: Tensor, sin: Tensor, window: int | None) -> Tensor | None:
+    def _at_once(
+        self, step: PassPlan, one: TokenStep, x: Tensor, cos: Tensor, sin: Tensor, window: int | None
+    ) -> Tensor | None:
         """The layer in one call, with those that follow; None, with nothing done, where rows lie elsewhere too."""
-        one, comm = step.token_step, self._runtime.comm
+        comm, spread = self._runtime.comm, one.spread(window)
         if step.slices not in self._calls:
             self._calls[step.slices] = self._call(slices=step.slices)
         call = self._calls[step.slices]
-        if call is None or one is None or x.shape[-2] != one.length:
+        if call is None or x.shape[-2] != one.length or not (spread is None or call.sends(spread.rows)):
             return None
-        layers = [own._attention.layer_idx for own in self.following[: len(call.layers)]]
-        tables = None
+        layers, tables = [own._attention.layer_idx for own in self.following[: len(call.layers)]], None
         if call.like is not None and layers == list(range(len(step.cache))):
             tables = one.places(step.cache, call.like)
         if tables is None and (tables := self._each(step, one, layers, call)) is None:
             return None
         begun, where = comm.ledger.mark(), layers[0] if len(tables) == 1 else None
-        with comm.watch.guard(call.ranks, "decoding", where) if call.ranks else nullcontext():
-            out, moments = call(x, cos, sin, one, tables, window)
+        ends, name = layers[len(tables) - 1] == self._runtime.traits.last_layer, "all_gather" if spread else "decoding"
+        picked = step.last.rows if ends and (spread is not None or step.layout.size == 1) else None
+        with comm.watch.guard(call.ranks, name, where) if call.ranks else nullcontext():
+            out, moments = call(x, cos, sin, one, tables, window, picked)
         step.state.ahead = out, range(self.index + 1, self.index + len(tables))
         for layer, parts in zip(layers, moments, strict=False):
             self._count(layer, begun, parts)
@@ -195,8 +207,7 @@ class TokenLayer:
         """Where the rows of those layers lie, or of the first ones whose rows are in this memory alone, if any."""
         tables = list[RowTable]()
         for layer, whole in zip(layers, call.layers, strict=True):
-            table = one.rows(step.cache.store(layer), whole.like, whole.like)
-            if table is None:
+            if (table := one.rows(step.cache.store(layer), whole.like, whole.like)) is None:
                 break
             tables.append(table)
         return RowTables.of(tables) if tables else None
@@ -260,7 +271,7 @@ class TokenLayer:
             else:
                 found = weight_of(linear, weight, bias if all_reduce_of(linear) is None else None)
             fields[name.removesuffix("_proj")] = found
-        fields |= {name: _norm(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)}
+        fields |= {name: Norm.of(getattr(attention, name)) for name in HEAD_NORMS if hasattr(attention, name)}
         dim = attention.head_dim
         weights = LayerWeights(
             heads=attention.q_proj.weight.shape[0] // dim,
@@ -268,8 +279,8 @@ class TokenLayer:
             head_dim=dim,
             activation=activation(feed_forward.act_fn) or 0,
             pairs=self._products.pairs,
-            input_norm=_norm(self.layer.input_layernorm),
-            output_norm=_norm(self.layer.post_attention_layernorm),
+            input_norm=Norm.of(self.layer.input_layernorm),
+            output_norm=Norm.of(self.layer.post_attention_layernorm),
             **fields,
         )
         calls, down = LayerCalls(self._kernel, weights), feed_forward.down_proj
@@ -306,14 +317,3 @@ class TokenLayer:
             feed_forward_bias=None if down.bias is None else down.bias.detach(),
         )
         return WholeLayer(calls, ranks, self.layer.self_attn.scaling)
-
-
-def _sum(linear: Any) -> Sum | None:
-    """That of a linear which is spread over tensor-parallel ranks."""
-    if (every := all_reduce_of(linear)) is None:
-        return None
-    return every if linear.bias is None else lambda parts: every(parts) + linear.bias
-
-
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight.detach(), module.variance_epsilon)

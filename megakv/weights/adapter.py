@@ -7,7 +7,7 @@ float32, added to a weight in the type that the model is loaded in.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,6 +95,7 @@ class AdapterWeights:
     """
 
     owned = False
+    unexpected: Sequence[str] = ()
 
     def __init__(
         self,

@@ -40,6 +40,9 @@ LEAST_SHARE = 0.9
 more exact than oneDNN's."""
 WHOLE_ROWS = 1024
 """Rows up to which all layers are one call where it fuses: of more, what the last layer leaves out spares as much."""
+SLICED_ROWS = 128
+"""Rows up to which ranks that share memory compute all rows with slices of weights, not some with all of them: of more,
+sums over ranks take longer than reading weights (measured)."""
 MOST_ROWS = 2048
 """Rows of 16-bit numbers that are widened at a time."""
 BLOCK = 1 << 21

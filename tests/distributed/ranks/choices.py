@@ -89,7 +89,8 @@ def engines(work: Path, config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
             model, {"dtype": "fp32", "megakv": {"context_parallel": {"size": size, **section}}}
         )
         # However fast this machine would compute prompts as steps of decoding, how they are spread is chosen.
-        engine._runtime.planner.traits = replace(engine._runtime.planner.traits, sliced_rows=0)
+        traits = engine._runtime.planner.traits
+        engine._runtime.planner.traits = replace(traits, sliced_rows=0, spread_rows=0)
         session = engine.session()
         tokens, plans[name] = [], []
         for turn, (length, new) in enumerate(TURNS):

@@ -84,7 +84,8 @@ class Rank:
     def __init__(self, engine: Any):
         self.engine, self.rank, self.size = engine, engine.mesh.rank, engine.mesh.world_size
         # Prompts are no steps of decoding, however fast they would be as such: ranks ask for a choice behind them.
-        engine._runtime.planner.traits = replace(engine._runtime.planner.traits, sliced_rows=0)
+        traits = engine._runtime.planner.traits
+        engine._runtime.planner.traits = replace(traits, sliced_rows=0, spread_rows=0)
         self.found: dict[str, Any] = {}
         self.expected = self.tokens(self.generate())
         self.session = engine.session()

@@ -16,10 +16,12 @@ from megakv.attention.layer import LayerCalls, LayerKernel, LayerWeights, Norm, 
 from megakv.attention.linear import LinearKernel, load_linear
 from megakv.attention.prefill import PrefillKernel, load_prefill
 from megakv.attention.reference import Alibi, Scoring
+from megakv.attention.spread import SpreadRows
 from megakv.attention.step import StepKernel, TokenStep, load_step
 from megakv.attention.token_layer import LayerRanks, WholeLayer, WholeLayersCall
 from megakv.distributed.channel import SLOT_BYTES, Channel, load_channel
 from megakv.distributed.ledger import Ledger
+from megakv.distributed.sharding import TokenBlock
 from tests.drawn_layers import random_layer
 
 HEADS, DIM, ROWS = 2, 8, 5
@@ -282,6 +284,58 @@ def test_layers_and_what_ranks_have_of_them() -> None:
         call(LayerRanks(), tables=2)
     with refused("rows"):
         call(LayerRanks(), sequences=rows - 1)
+
+
+def test_rows_that_are_spread_or_picked() -> None:
+    kernel: LayerKernel = loaded(load_layer)
+    step: StepKernel = loaded(load_step)
+    rows, sequences = 3, np.arange(3)
+    whole, x, angles = layer(), torch.randn(rows, 12), torch.randn(rows, DIM)
+    kept = [pair() for _ in range(rows)]
+    table = RowTable.of([[Run.of(*each)] for each in kept], [0] * rows, torch.float32)
+    slots = np.tile(np.arange(ROWS), rows)
+    held = TokenBlock(np.repeat(sequences, ROWS), slots, slots, rows)
+    tokens = TokenBlock(sequences, np.full(rows, ROWS - 1), np.full(rows, ROWS - 1), rows)
+
+    def call(
+        picked: Any = None, ranks: LayerRanks | None = None, spreads: bool = True, name: str = "", **wrong: int
+    ) -> Tensor:
+        spread = SpreadRows(tokens, [held], 0, np.full(rows, ROWS), None)
+        for index, value in wrong.items():
+            {"words": spread._words, "counts": spread._held[0][0], "pieces": spread._held[2][1]}[name][
+                int(index[1:])
+            ] = value
+        one = TokenStep(
+            step,
+            range(rows + 1),
+            range(rows),
+            np.zeros,
+            None,
+            Ledger().compute,
+            spread=(lambda _: spread) if spreads else None,
+        )
+        layers = [WholeLayer(LayerCalls(kernel, whole), ranks or LayerRanks(partial=one_rank()), 1.0)]
+        given = None if picked is None else torch.tensor(picked)
+        return WholeLayersCall(layers)(x, angles, angles, one, RowTables.of([table]), None, given)[0]
+
+    out, some = call(), call([0, 2])
+    assert torch.equal(some[[0, 2]], out[[0, 2]]) and not some[1].any()
+    for picked in ([1, 1], [2, 0], [3], [-1], [0, 1, 2, 3]):
+        with refused("rows"):
+            call(picked)
+    every = LayerRanks(partial=one_rank(), outputs=one_rank(), columns=(0, 2 * HEADS * DIM))
+    for given in ({"ranks": LayerRanks(), "picked": None}, {"ranks": every}, {"picked": [0], "spreads": False}):
+        with refused("parts of ranks"):
+            call(**given)
+    for index, value in (("w0", 2), ("w2", 2), ("w5", 2), ("w9", 2)):
+        with refused("bounds of sequences"):
+            call(name="words", **{index: value})
+    for name, wrong in (("counts", {"w1": -1}), ("pieces", {"w0": 1}), ("pieces", {"w1": -1}), ("pieces", {"w2": -1})):
+        with refused("parts of ranks"):
+            call(name=name, **wrong)
+    for name, wrong in (("counts", {"w1": ROWS - 1}), ("pieces", {"w2": ROWS + 1}), ("pieces", {"w1": 1})):
+        with refused("runs"):
+            call(name=name, **wrong)
 
 
 def test_messages() -> None:
