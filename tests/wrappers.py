@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma3.configuration_gemma3 import Gemma3Config
+from transformers.models.llama4.configuration_llama4 import Llama4Config
 from transformers.models.llava.configuration_llava import LlavaConfig
 from transformers.models.mistral3.configuration_mistral3 import Mistral3Config
 from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLConfig
@@ -17,6 +18,8 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 from tests.tiny_configs import VOCAB, tiny_config
 
 IMAGE = VOCAB - 1
+CHUNK = 96
+"""Tokens up to which Llama 4 is served: its first chunk."""
 VISION = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -76,7 +79,14 @@ def qwen3_5() -> PreTrainedConfig:
     return Qwen3_5Config(text_config=text, vision_config=QWEN_VISION, **QWEN_IDS)
 
 
-WRAPPERS = {make.__name__: make for make in (llava, mistral3, gemma3, qwen2_5_vl, qwen3_vl, qwen3_5)}
+def llama4() -> PreTrainedConfig:
+    sizes = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32, "pixel_shuffle_ratio": 0.5}
+    text = text_values("llama4_text") | {"attention_chunk_size": CHUNK, "floor_scale": 2 * CHUNK}
+    vision = {**VISION, **sizes, "model_type": "llama4_vision_model"}
+    return Llama4Config(text_config=text, vision_config=vision, image_token_index=IMAGE)
+
+
+WRAPPERS = {make.__name__: make for make in (llava, mistral3, gemma3, qwen2_5_vl, qwen3_vl, qwen3_5, llama4)}
 
 
 def saved(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:

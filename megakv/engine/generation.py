@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from megakv.costmodel.config_sizes import positions as positions_of
 from megakv.engine.config import MegaKVConfig
+from megakv.injection.interface import CHUNK_SIZE, TEMPERATURE
 from megakv.injection.policy import depends_on_length, policy_for
 
 REFUSED_OPTIONS = {
@@ -114,6 +115,7 @@ class LengthLimits:
         self._positions = None if depends_on_length(model) else positions_of(model.config.get_text_config())
         # Generated tokens beyond a table cannot be computed either.
         self._table = policy_for(model.config.model_type).learned_positions
+        self._whole = _length_of_one_chunk(model.config.get_text_config())
         self._most = config.max_out_tokens if "max_out_tokens" in config.model_fields_set else None
 
     def check(self, prompt: int, options: dict[str, Any]) -> None:
@@ -130,10 +132,22 @@ class LengthLimits:
                 f"prompt and output need {total + beyond} positions but the model has a table of {positions} "
                 f"(max_position_embeddings); ask for at most {max(0, positions - prompt - beyond)} new tokens"
             )
+        if self._whole is not None and total > self._whole:
+            raise ValueError(
+                f"prompt and output need {total} tokens but the model attends in chunks (attention_chunk_size, "
+                f"floor_scale), of which MegaKV computes the first: {self._whole}; ask for less"
+            )
         if self._most is not None and total > self._most:
             raise ValueError(
                 f"prompt and output need {total} tokens but max_out_tokens = {self._most}; raise it in the JSON"
             )
+
+
+def _length_of_one_chunk(text: Any) -> int | None:
+    """Tokens up to which attention in chunks is causal attention, and queries are not scaled by their position."""
+    chunk = getattr(text, CHUNK_SIZE, None)
+    scale = text.floor_scale - 1 if getattr(text, TEMPERATURE, False) else chunk
+    return None if chunk is None else min(chunk, scale)
 
 
 def given_option(name: str, options: dict[str, Any], model: PreTrainedModel) -> Any:

@@ -20,6 +20,10 @@ from megakv.base.errors import MegaKVError
 
 ATTENTION_NAME = "megakv"
 ATTEND_ATTRIBUTE = "megakv_attend"
+CHUNK_SIZE = "attention_chunk_size"
+"""Setting of models whose tokens see no more than their own chunk in some layers (Llama 4)."""
+TEMPERATURE = "attn_temperature_tuning"
+"""Attribute of modules that scale queries by their place in a row, from a length on (Llama 4)."""
 REFUSED_ARGUMENTS = frozenset({"position_bias", "attention_bias", "alibi", "head_mask", "block_table", "indices"})
 
 
@@ -36,13 +40,27 @@ class CausalMask:
         return self
 
 
-def describe_mask(*, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any) -> CausalMask:
+def describe_mask(
+    *,
+    mask_function: Callable[..., Any],
+    local_size: int | None = None,
+    config: Any = None,
+    device: Any = None,
+    **kwargs: Any,
+) -> CausalMask:
     """Entry for transformers' `AttentionMaskInterface`: a dense mask of a sharded sequence is never built."""
+    chunk = getattr(config, CHUNK_SIZE, None)
+    if chunk is not None and chunk == local_size:
+        # In passes over shapes it has no values. Within the first chunk, beyond which `LengthLimits` lets no sequence,
+        # it is a causal one.
+        if str(device) != "meta":
+            _described(mask_function, local_size, device)
+        return CausalMask()
     return _described(mask_function, local_size)
 
 
 @functools.lru_cache(maxsize=16)
-def _described(mask_function: Callable[..., Any], local_size: int | None) -> CausalMask:
+def _described(mask_function: Callable[..., Any], local_size: int | None, chunked_on: Any = None) -> CausalMask:
     """What a function of slots hides.
 
     It is evaluated at the edges of what `local_size` promises, so that a model with any other pattern (chunked, prefix,
@@ -51,13 +69,17 @@ def _described(mask_function: Callable[..., Any], local_size: int | None) -> Cau
     reach = local_size or 1
     edges = sorted({0, 1, 2, 3, reach - 1, reach, reach + 1, 2 * reach, 2 * reach + 3, 8191, 8192, 8193})
     queries, keys = (torch.from_numpy(slots.reshape(-1)) for slots in np.meshgrid(edges, edges, indexing="ij"))
+    if chunked_on is not None:
+        queries, keys = queries.to(chunked_on), keys.to(chunked_on)
     zeros = torch.zeros_like(queries)
     try:
         seen = torch.as_tensor(mask_function(zeros, zeros, queries, keys)).expand_as(queries)
     except (IndexError, RuntimeError, TypeError) as error:
         raise MegaKVError("the model's attention mask is not a function of slots alone") from error
     expected = keys <= queries
-    if local_size is not None:
+    if chunked_on is not None:
+        expected &= keys // reach == queries // reach
+    elif local_size is not None:
         expected &= keys > queries - local_size
     if not torch.equal(seen.bool(), expected):
         raise MegaKVError(

@@ -45,6 +45,7 @@ from megakv.weights.placement.plan import (
     feed_forward_specs,
     is_experts,
     row_parallel_names,
+    unknown_experts,
 )
 from megakv.weights.placement.slices import Ranges, SliceSpec, split_width
 
@@ -284,7 +285,7 @@ class LinearSlices:
             self._install([linear], part)
 
     def _cut_experts(self, index: int, module: nn.Module, specs: dict[str, SliceSpec]) -> None:
-        if "forward" in vars(module):
+        if "forward" in vars(module) or unknown_experts(module):
             # They are computed in another way.
             return
         sliced: Any = SlicedExperts(module, specs, self._comm, index, self._active)

@@ -15,6 +15,7 @@ from megakv.injection.interface import (
     ATTEND_ATTRIBUTE,
     ATTENTION_NAME,
     EXPANSION,
+    TEMPERATURE,
     Attend,
     attention_function,
     describe_mask,
@@ -79,6 +80,9 @@ def attach(model: PreTrainedModel, attend: Attend) -> int:
     modules = attention_modules(model)
     for module in modules:
         setattr(module, ATTEND_ATTRIBUTE, attend)
+        if getattr(module, TEMPERATURE, False):
+            # Places in a packed row are no positions. Up to the length that `LengthLimits` allows nothing is scaled.
+            setattr(module, TEMPERATURE, None)
         # Quantised ones expand theirs as they do.
         if hasattr(module, EXPANSION) and is_plain_linear(module.kv_b_proj):
             setattr(module, EXPANSION, latent_rows)
@@ -93,3 +97,5 @@ def detach(model: PreTrainedModel) -> None:
             delattr(module, EXPANSION)
         if hasattr(module, ATTEND_ATTRIBUTE):
             delattr(module, ATTEND_ATTRIBUTE)
+        if getattr(module, TEMPERATURE, False) is None:
+            setattr(module, TEMPERATURE, True)

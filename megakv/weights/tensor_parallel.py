@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from megakv.weights.placement import HeadMap, HeadShard, SliceSpec
 from megakv.weights.placement.attention import KEY_NORMS, LATENT, QUERY_NORMS, find_attention, is_rms_norm
-from megakv.weights.placement.plan import decoder_layers, is_experts
+from megakv.weights.placement.plan import are_transposed, decoder_layers, is_experts
 
 AllReduce = Callable[[Tensor], Tensor]
 
@@ -144,7 +144,7 @@ def shard_structure(
             experts: Any = module
             for name in WIDTHS:
                 if getattr(experts, name, None) is not None:
-                    setattr(experts, name, experts.down_proj.shape[1 if experts.is_transposed else 2])
+                    setattr(experts, name, experts.down_proj.shape[1 if are_transposed(experts) else 2])
             experts.register_forward_hook(lambda _module, _inputs, output: all_reduce(output))
     for index, attention in enumerate(attentions):
         _shrink_attention(attention, head_map, head_map.shard(index, tp_rank))

@@ -14,6 +14,8 @@ from megakv.weights.placement.slices import WHOLE, SliceSpec, joined, split_widt
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+TRANSPOSED = ("Llama4TextExperts",)
+"""Classes of experts that do not say of themselves that they are transposed, gate beside up."""
 InjectionPolicy = Mapping[type[nn.Module] | str, str | Sequence[str]]
 """Names of row-parallel linears by the class of decoder layers, or its name, as `deepspeed.init_inference` takes it."""
 
@@ -69,6 +71,11 @@ def is_experts(module: nn.Module) -> bool:
     return all(isinstance(getattr(module, name, None), nn.Parameter) for name in EXPERT_WEIGHTS)
 
 
+def are_transposed(experts: nn.Module) -> bool:
+    """Whether a module holds its experts' weights as ``[E, in, out]``."""
+    return type(experts).__name__ in TRANSPOSED or bool(getattr(experts, "is_transposed", False))
+
+
 def unknown_experts(module: nn.Module) -> str | None:
     """Why it is not known what a module does with the weights of its experts; None where it is."""
     known = {f"{name}{end}" for name in EXPERT_WEIGHTS for end in ("", "_bias")}
@@ -82,9 +89,9 @@ def _experts(
     module: nn.Module, model_type: str, rank: int, size: int, multiples: Sequence[int]
 ) -> dict[str, SliceSpec]:
     """Parts of ``[E, 2I, H]`` and ``[E, H, I]`` weights (or transposed), cut along the width I of every expert."""
-    if reason := unknown_experts(module):
+    if type(module).__name__ not in TRANSPOSED and (reason := unknown_experts(module)):
         raise refusal(module, model_type, reason)
-    transposed, concatenated = module.is_transposed, module.is_concatenated
+    transposed, concatenated = are_transposed(module), getattr(module, "is_concatenated", True)
     assert isinstance(module.down_proj, nn.Parameter)
     width = module.down_proj.shape[1 if transposed else 2]
     start, stop = split_width(width, size, rank, multiples)

@@ -41,7 +41,7 @@ _REASONS = {
         marian mbart mvp openai-gpt pegasus plbart prophetnet reformer roformer rwkv trocr xlm xlnet xlstm""",
     "do not use transformers' attention interface": "codegen gpt_neox_japanese jetmoe megatron-bert rembert xglm",
     "attention is called 6 times for 3 decoder layers": "diffllama",
-    "the model's attention mask is not a function of slots alone": "gemma4_unified llama4 llama4_text",
+    "the model's attention mask is not a function of slots alone": "gemma4_unified",
     "its forward pass fails with MegaKV's attention and cache": "doge minimax xmod",
     "MegaKV finds attention in ": "hrm_text longcat_flash",
     "its config names no number of hidden layers": "blt",
@@ -147,7 +147,7 @@ def test_the_list_of_the_refused_is_kept_in_order() -> None:
     assert len(names) == len(set(names)) and not set(names) & set(UNBUILT)
 
 
-@pytest.mark.parametrize("model_type", ["recurrent_gemma", "falcon_h1", "llama4_text"])
+@pytest.mark.parametrize("model_type", ["recurrent_gemma", "falcon_h1", "gemma4_unified"])
 def test_refused_before_weights_are_read(model_type: str, tmp_path: Path) -> None:
     tiny_config(model_type).save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no weights at all")

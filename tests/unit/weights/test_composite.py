@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import CLIPConfig, PreTrainedConfig, PreTrainedModel
-from transformers.models.llama4.configuration_llama4 import Llama4Config
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config
 
 import megakv
@@ -17,7 +16,7 @@ from megakv.costmodel.shape import ModelShape
 from megakv.engine.loading import build_model
 from megakv.planner.dry_run import dry_run
 from tests.tiny_configs import VOCAB
-from tests.wrappers import WRAPPERS, qwen3_vl, saved, text_values
+from tests.wrappers import CHUNK, WRAPPERS, qwen3_vl, saved, text_values
 
 
 def weights_of_text(model: PreTrainedModel) -> int:
@@ -70,7 +69,6 @@ def test_weights_of_other_senses_are_neither_read_nor_kept(make: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (Llama4Config, r"model type 'llama4_text' \(Llama4ForCausalLM\) is not supported: the model's attention mask"),
         (Qwen3_5Config, r"model type 'qwen3_5_text' \(Qwen3_5ForCausalLM\) is not supported: decoder layer 0"),
         (
             CLIPConfig,
@@ -94,3 +92,19 @@ def test_others_are_refused_in_one_sentence_before_weights(
         with pytest.raises(ValueError, match=reason) as caught:
             attempt()
         assert len(str(caught.value)) < 300 and "\n" not in str(caught.value)
+
+
+def test_attention_in_chunks_is_served_within_the_first(alone: None, tmp_path: Path) -> None:
+    plain = saved(WRAPPERS["llama4"](), tmp_path)
+    ids = torch.randint(3, 90, (1, CHUNK - 4))
+    with megakv.init_inference(tmp_path, {"dtype": "fp32"}) as engine:
+        options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
+        assert torch.equal(
+            engine.generate(ids, max_new_tokens=4, **options), plain.generate(ids, max_new_tokens=4, **options)
+        )
+        with pytest.raises(ValueError, match=f"the model attends in chunks .* computes the first: {CHUNK}; ask for"):
+            engine.generate(ids, max_new_tokens=5, **options)
+        with pytest.raises(ValueError, match="the model attends in chunks"):
+            engine(torch.zeros(1, CHUNK + 1, dtype=torch.long))
+        with pytest.raises(ValueError, match="the model attends in chunks"):
+            engine.check_length(CHUNK, 3)
