@@ -200,12 +200,13 @@ def _bytes_by_type(model: nn.Module) -> dict[str, int]:
     found: dict[str, int] = {}
     seen = set[int]()
     for module in model.modules():
-        for tensor in (*module._parameters.values(), *module._buffers.values()):
+        kinds = getattr(vars(module).get("forward"), "kinds", {})
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             if tensor is None or id(tensor) in seen:
                 continue
             seen.add(id(tensor))
             for part in plain_parts(tensor):
-                kind = getattr(module, "kind", None) if part.dtype == torch.uint8 else None
+                kind = kinds.get(name, getattr(module, "kind", None)) if part.dtype == torch.uint8 else None
                 kind = kind or str(part.dtype).removeprefix("torch.")
                 found[kind] = found.get(kind, 0) + part.nbytes
     return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -49,10 +49,16 @@ def test_all_types_on_all_meshes(cp: int, tp: int, family: str, tmp_path: Path) 
 
 
 @pytest.mark.full
+@pytest.mark.parametrize(("cp", "tp"), MESHES)
+def test_experts_on_all_meshes(cp: int, tp: int, tmp_path: Path) -> None:
+    check_files(cp, tp, [("qwen3_moe", kind) for kind in ("Q8_0", "Q4_0")], tmp_path)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("weights", ["int8", "q4_1"])
 @pytest.mark.parametrize(("cp", "tp"), MESHES)
 def test_blocks_at_load_on_all_meshes(cp: int, tp: int, weights: str, tmp_path: Path) -> None:
-    folders = [tmp_path / family for family in ("llama", "qwen2")]
+    folders = [tmp_path / family for family in ("llama", "qwen2", "qwen3_moe")]
     for folder in folders:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config_of(folder.name), dtype=torch.float32).save_pretrained(folder)

@@ -202,7 +202,8 @@ class PromptReader:
         """The tokens of a conversation up to where its next answer begins."""
         if self.tokenizer.chat_template is None:
             remedy = "put chat_template.jinja beside its tokenizer, or use /v1/completions"
-            raise ApiError(400, f"{self.name} has no chat template: {remedy}", code="no_chat_template")
+            message = f"{self.name} has no chat template: {remedy}"
+            raise ApiError(400, message, code="no_chat_template")
         if taken := sorted(options.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys()):
             # A template of a stranger's own, for one, could compute for hours.
             message = f"chat_template_kwargs: {taken[0]} is not for requests to say"

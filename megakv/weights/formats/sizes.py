@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megakv.weights.blocks import BLOCKS
 from megakv.weights.gguf import gguf_of
-from megakv.weights.gguf_file import PLAIN, GgufFile
+from megakv.weights.gguf_file import GgufFile
 
 LAYER = "blk."
 """How GGUF's names of tensors in decoder layers begin."""
@@ -48,7 +48,7 @@ def bits_in(directory: Path, itemsize: int) -> PackedBits | None:
     for tensor in GgufFile(source).tensors.values():
         outside = not tensor.name.startswith(LAYER)
         elements = tensor.rows * tensor.shape[-1]
-        packed = tensor.kind in BLOCKS and tensor.kind not in PLAIN and len(tensor.shape) == 2
+        packed = tensor.kind in BLOCKS and len(tensor.shape) > 1
         nbytes[outside] += tensor.nbytes if packed else elements * itemsize
         count[outside] += elements
     layers, outer = (8 * size / max(number, 1) for size, number in zip(nbytes, count, strict=True))

@@ -58,6 +58,24 @@ def test_weights_are_those_of_their_blocks(name: str, given: bool, dtype: torch.
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_experts_are_those_of_their_blocks(name: str) -> None:
+    model = model_of(config_of("qwen3_moe"))
+    plain = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    loaded = build_model(model, **HERE, weights=name)
+    ids = torch.randint(3, 190, (2, 9))
+    with torch.no_grad():
+        found = loaded.module(ids).logits
+    experts = loaded.module.model.layers[1].mlp.experts
+    for part in ("gate_up_proj", "down_proj"):
+        rows = plain[f"model.layers.1.mlp.experts.{part}"].flatten(0, 1)
+        assert torch.equal(getattr(experts, part).flatten(0, 1), pack(rows, KINDS[name][0]))
+    assert KINDS[name][0] in loaded.bytes_by_type
+    unpack_modules(loaded.module, torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(found, loaded.module(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_that_are_no_whole_blocks_stay_plain(tmp_path: Path) -> None:
     loaded = build_model(model_of(FAMILIES["llama"]()), **HERE, weights="int8")
     layer = loaded.module.model.layers[0]
@@ -66,8 +84,8 @@ def test_rows_that_are_no_whole_blocks_stay_plain(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"weights.format = 'int8' is not supported for model type 'mixtral': its exp"):
-        build_model(model_of(FAMILIES["mixtral"]()), **HERE, weights="int8")
+    with pytest.raises(ValueError, match=r"weights.format = 'int8' is not supported for model type 'gpt_oss': its exp"):
+        build_model(model_of(FAMILIES["gpt_oss"]()), **HERE, weights="int8")
     with pytest.raises(ValueError, match=r"weights.format = 'q4_1' cannot be used on meta: blocks are multiplied by"):
         build_model(model_of(config_of("llama")), **HERE, weights="q4_1", device="meta")
     # Two heads of 12: the first rank's run of columns ends within a block.

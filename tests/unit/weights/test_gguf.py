@@ -136,13 +136,27 @@ def test_tied_weights_are_one(tmp_path: Path, cache: Path) -> None:
         assert (head.weight is embedding.weight) is tied
 
 
-def test_experts_are_unpacked_with_a_note(tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    source = write_gguf(tmp_path / "tiny.gguf", config_of("qwen3_moe"), "Q8_0")
+@pytest.mark.parametrize(("other", "packed"), [("Q8_0", True), ("Q5_0", False)])
+def test_experts_stay_packed_where_their_rows_are_alike(
+    other: str, packed: bool, tmp_path: Path, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    kinds = {"ffn_up_exps": other}
+    source = write_gguf(tmp_path / "tiny.gguf", config_of("qwen3_moe"), "Q8_0", kinds=kinds)
     folder = gguf_directory(source, cache)
     loaded = build_model(folder, **HERE, progress=True)
-    torch.testing.assert_close(logits(loaded.module), logits(by_transformers(source, folder)), rtol=1e-4, atol=1e-4)
-    assert "million weights in Q8_0 are unpacked to float32, as nothing here multiplies them" in caplog.text
-    assert set(loaded.bytes_by_type) == {"Q8_0", "float32"}
+    wanted = logits(by_transformers(source, folder))
+    torch.testing.assert_close(logits(loaded.module), wanted, rtol=1e-4, atol=1e-4)
+    note = "million weights in Q5_0, Q8_0 are unpacked to float32, as nothing here multiplies them"
+    assert (note in caplog.text) is not packed
+    experts = loaded.module.model.layers[1].mlp.experts
+    assert (experts.gate_up_proj.dtype == torch.uint8) is packed
+    if packed:
+        ranks = [build_model(folder, **HERE, tp_rank=rank, tp_size=2).module.model.layers[1] for rank in range(2)]
+        gates = [rank.mlp.experts.gate_up_proj.unflatten(1, (2, -1)) for rank in ranks]
+        assert torch.equal(torch.cat(gates, dim=2).flatten(1, 2), experts.gate_up_proj)
+        assert torch.equal(torch.cat([rank.mlp.experts.down_proj for rank in ranks], dim=2), experts.down_proj)
+        unpack_modules(loaded.module, torch.float32)
+        torch.testing.assert_close(logits(loaded.module), wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["Q4_1", "Q6_K", "BF16"])
