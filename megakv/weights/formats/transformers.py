@@ -13,8 +13,11 @@ from megakv.base.errors import MegaKVError
 from megakv.weights.files import QUANTISED_TYPES, StoredTensors
 from megakv.weights.formats.format import LoadRequest, WeightFormat, quantization_of
 from megakv.weights.formats.quantizer_weights import QuantizerWeights
+from megakv.weights.formats.unpacked import forget_quantization
+from megakv.weights.placement.slices import SliceSpec
 from megakv.weights.quantised import refuse_changes, settle
 
+WHAT = "a checkpoint that is quantised by {}, whose modules are not cut"
 NOT_LOADED = ("hqq",)
 """Methods whose quantizers quantise at load, but have no way to read what was saved."""
 
@@ -26,7 +29,7 @@ class TransformersFormat(WeightFormat):
 
     def __init__(self, directory: Path | None = None):
         super().__init__(directory)
-        self._method = ""
+        self._method = "transformers"
         self._quantizer: Any = None
         self._device = torch.device("cpu")
 
@@ -36,13 +39,13 @@ class TransformersFormat(WeightFormat):
 
     @property
     def quantised(self) -> str | None:
-        return self._method or "by transformers"
+        return self._method
 
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
         values = quantization_of(config)
         self._method, self._device = values["quant_method"], request.device
         self._quantizer = make_quantizer(values, request.device)
-        refuse_changes(f"a checkpoint that is quantised by {self._method}, whose modules are not cut", request)
+        refuse_changes(WHAT.format(self._method), request)
         if self._method == "compressed-tensors":
             self.notes.append(f"{self.directory}: weights are unpacked at the start, and take the memory of plain ones")
         if values.get("load_in_8bit") and values.get("llm_int8_threshold", 6.0):
@@ -54,6 +57,10 @@ class TransformersFormat(WeightFormat):
             StoredTensors(self.directory, QUANTISED_TYPES)
 
     def replace(self, model: PreTrainedModel) -> None:
+        if self._quantizer is None:
+            # A plan, over shapes alone: as of plain weights, which take no less.
+            self._method = quantization_of(model.config).get("quant_method", self._method)
+            return forget_quantization(model)
         assert self.directory is not None
         files = sorted({str(self.directory / name) for name in StoredTensors(self.directory).file_of.values()})
         for config in (model.config, model.config.get_text_config()):
@@ -63,6 +70,9 @@ class TransformersFormat(WeightFormat):
         self._quantizer.preprocess_model(
             model, dtype=model.dtype, device_map={"": self._device}, checkpoint_files=files, use_kernels=False
         )
+
+    def check_cut(self, placement: Mapping[str, SliceSpec], tp_size: int) -> None:
+        refuse_changes(WHAT.format(self._method), LoadRequest(self._device, None, tp_size))
 
     def source(self, directory: Path, model: PreTrainedModel) -> QuantizerWeights:
         return QuantizerWeights(directory, model, self._quantizer, self._method, self._device)

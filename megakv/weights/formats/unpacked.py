@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.base.errors import MegaKVError
 from megakv.weights.checkpoint import CheckpointWeights
-from megakv.weights.files import QUANTISED_TYPES, StoredTensors
+from megakv.weights.files import QUANTISED_TYPES, StoredTensors, weight_files
 from megakv.weights.formats.exact_blocks import SIZE, BlockTensor
 from megakv.weights.formats.format import LoadRequest, WeightFormat, quantization_of
 from megakv.weights.lazy import LazyTensor
@@ -87,7 +87,12 @@ class UnpackedFormat(WeightFormat):
 
     def replace(self, model: PreTrainedModel) -> None:
         assert self.directory is not None
+        if self._stored is None and weight_files(self.directory):
+            self.check(LoadRequest(torch.device("cpu"), None), model.config)
         forget_quantization(model)
+        if self._stored is None:
+            # A plan for a folder without weights: nothing says which could stay packed.
+            return
         self._weights = UnpackedWeights(self.directory, model, self._stored)
         if self._packs:
             found = {name: self._weights.kind(name) for name in packable_weights(model)}
@@ -114,7 +119,8 @@ class UnpackedFormat(WeightFormat):
                 self.kinds.pop(name, None)
 
     def prepare(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        self._weights.in_blocks = frozenset(self.kinds)
+        if self.kinds:
+            self._weights.in_blocks = frozenset(self.kinds)
         return pack_modules(model, self.kinds, dtype)
 
 

@@ -2,12 +2,14 @@
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from megakv.engine.loading import build_model
+from megakv.planner.dry_run.run import dry_run
 from megakv.weights.blocks import BLOCKS, unpack
 from megakv.weights.formats.exact_blocks import BlockTensor, in_blocks
 from megakv.weights.lazy import LazyTensor, from_tensor
@@ -67,3 +69,18 @@ def test_folders_stay_packed(kind: str, tmp_path: Path) -> None:
     half = build_model(folder, dtype=torch.float32, tp_size=2, tp_rank=1, all_reduce=lambda x: x).module
     whole, part = (each.model.layers[0].self_attn.o_proj for each in (model, half))
     assert torch.equal(unpack(part.weight, part.kind), unpack(whole.weight, whole.kind)[:, 64:])
+
+
+def test_plans_know_what_stays_packed(tmp_path: Path) -> None:
+    MAKERS["gptq"]("llama", tmp_path / "packed")
+    MAKERS["fp8 blocks"]("llama", tmp_path / "unpacked")
+    MAKERS["hqq"]("llama", tmp_path / "modules")
+    config: dict[str, Any] = {"dtype": "fp32", "megakv": {"context_parallel": {"size": 1}}}
+    packed, plain, modules = (
+        dry_run(tmp_path / name, config, context=64).ranks[0].weight_bytes for name in ("packed", "unpacked", "modules")
+    )
+    loaded = build_model(tmp_path / "packed", dtype=torch.float32, all_reduce=lambda x: x)
+    assert packed == loaded.bytes_kept
+    assert 0.4 * plain > packed and modules == plain
+    with pytest.raises(ValueError, match="tp_size = 2 is not supported for a checkpoint that is quantised by hqq"):
+        dry_run(tmp_path / "modules", {"tensor_parallel": {"tp_size": 2}}, context=64)
