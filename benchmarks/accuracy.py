@@ -45,7 +45,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.ranks(timeout_s=8 * 3600.0)
     options.add("--quick", False, "one task, two items, two methods")
     model = str(CACHE / "smollm2" / "SmolLM2-135M-Instruct.Q4_1")
-    options.add("--model", model, "directory, as recipes/smollm2/weights.py makes it")
+    options.add("--model", model, "directory, as recipes/smollm2/weights.py --unpacked makes it")
     options.add("--data", str(CACHE / "ruler" / "items.json"), "items, as scripts/ruler.sh writes them")
     options.numbers("--context", {"": "4096,8192", "quick": "4096"}, "lengths of prompts")
     usual = {"": "niah_single_1,noise_multikey,noise_multivalue,noise_multiquery", "quick": "niah_single_1"}

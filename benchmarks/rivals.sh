@@ -82,7 +82,7 @@ make() {
     fi
 }
 
-model=$(python recipes/smollm2/weights.py 2>>"$log") || { say "no model: $(tail -n 1 "$log")"; exit 1; }
+model=$(python recipes/smollm2/weights.py --unpacked 2>>"$log") || { say "no model: $(tail -n 1 "$log")"; exit 1; }
 say "model: $model"
 for name in "${@:-vllm llama_cpp llama_native guidellm}"; do
     for each in $name; do

@@ -35,6 +35,7 @@ from docs.reference import (  # noqa: E402
     offload_table,
     refused_table,
     settings_table,
+    weight_formats_table,
 )
 from megakv.costmodel.shape import ModelShape  # noqa: E402
 from megakv.engine.loading import empty_model  # noqa: E402
@@ -236,6 +237,7 @@ def predictions_table() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "settings": settings_table,
     "refused": refused_table,
+    "weight_formats": weight_formats_table,
     "laws": laws_table,
     "attention": attention_table,
     "offload": offload_table,

@@ -24,6 +24,8 @@ from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.launcher.commands import SUMMARIES
 from megakv.offload.method import AUTO
 from megakv.offload.method import METHODS as OFFLOAD
+from megakv.weights.formats import FORMATS
+from megakv.weights.formats.sizes import KNOWN
 
 JSON_TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
@@ -45,6 +47,20 @@ def options(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return [option for part in typing.get_args(annotation) for option in options(part)]
     return [] if annotation is type(None) else [annotation]
+
+
+def weight_formats_table() -> str:
+    """Formats of weights, what is lost where they are made at load, and their sizes."""
+    rows = []
+    for name, kind in FORMATS.items():
+        bits = KNOWN.get(name)
+        size = "8 in feed-forward layers" if name == "fp8" else "as stored"
+        if bits is not None:
+            outside = "" if bits.layers == bits.outside else f"; {bits.outside:g} outside of layers"
+            size = f"{bits.layers:g}{outside}"
+        source = f'`"weights": {{"format": "{name}"}}`' if kind.at_load else "the model"
+        rows.append(f"| `{name}` | {source} | {kind.loses or 'nothing'} | {size} |\n")
+    return "".join(rows)
 
 
 def _values(field: FieldInfo) -> list[Any]:

@@ -27,7 +27,7 @@ with importing():
     from megakv.engine.session import Session
     from megakv.launcher.chat_input import CHAT_FILE, SESSION_FOLDER, Command, Interrupts, Prompt, SavedChat, complain
     from megakv.launcher.commands.chat import add_arguments
-    from megakv.launcher.conversation import Turns, end_answer, read_tokenizer
+    from megakv.launcher.conversation import Turns, end_answer, read_tokenizer, template_note
     from megakv.launcher.job import generation_options, prefill_bar, print_files
     from megakv.launcher.prompts import read_text
     from megakv.launcher.settings import check_job_arguments, run_config
@@ -235,6 +235,8 @@ def main() -> None:
                 if arguments.pid_file:
                     write_whole(arguments.pid_file, str(os.getpid()).encode())
                 where = f"CP {engine.mesh.cp_size} x TP {engine.mesh.tp_size}"
+                if not arguments.no_chat_template and (note := template_note(arguments.model, tokenizer)):
+                    print(f"megakv: {note}", flush=True)
                 print(f"megakv: {arguments.model} on {where}; /help lists the commands", flush=True)
             if document:
                 chat.read(document)

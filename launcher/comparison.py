@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.engine.engine import MegaKVEngine
+from megakv.engine.loading import build_model
 from megakv.injection.policy import depends_on_length
 from megakv.tracking.measurements import LogitComparison
 from megakv.weights.folder import local_directory, model_class, read_config
+from megakv.weights.gguf import gguf_of
+from megakv.weights.packed_linear import unpack_modules
 
 SCORES_BYTES = 1 << 28
 """Attention weights that a step of an eager pass may take for one layer."""
@@ -46,7 +50,7 @@ def compare_turns(
     directory, device = local_directory(model), engine.mesh.device
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     config = read_config(directory)
-    plain = model_class(config).from_pretrained(directory, config=config, dtype=engine.module.dtype).eval().to(device)
+    plain = _plain_model(directory, config, engine.module.dtype).to(device)
     # What both cannot do alike is left out of both.
     plain.generation_config = engine.module.generation_config
     # How tokens are sampled goes by how many are checked in a step; which is the most likely one does not.
@@ -66,6 +70,15 @@ def compare_turns(
         cache = output.past_key_values if equal and "prompt_lookup_num_tokens" not in whole else None
     same = [torch.equal(own.tokens, turn.tokens) for own, turn in zip(found, turns, strict=True)]
     return same, None if all(same) else _compare_logits(plain, turns, found, sampled=options["do_sample"])
+
+
+def _plain_model(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The whole model as transformers has it, with the weights of a GGUF file unpacked."""
+    if gguf_of(directory) is None:
+        return model_class(config).from_pretrained(directory, config=config, dtype=dtype).eval()
+    loaded = build_model(directory, dtype=dtype, all_reduce=lambda tensor: tensor)
+    unpack_modules(loaded.module, dtype)
+    return loaded.module
 
 
 def given_turn(prompt: Tensor, output: Any) -> GivenTurn:

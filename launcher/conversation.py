@@ -26,6 +26,16 @@ def read_tokenizer(model: str) -> PreTrainedTokenizerBase:
         raise ValueError(f"--model {model}: its tokenizer cannot be read: {reason or type(error).__name__}") from error
 
 
+def template_note(model: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What a user should know, and can do, whose model has no chat template."""
+    if tokenizer.chat_template is not None:
+        return None
+    return (
+        "the model has no chat template: what you write goes in as it is, as base models want it; a template goes into "
+        f"{local_directory(model) / 'chat_template.jinja'}"
+    )
+
+
 class Turns:
     """Makes the ``[1, T]`` tokens of a conversation's turns."""
 

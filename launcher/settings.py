@@ -19,6 +19,7 @@ KEYS = {
     "tp": ("tensor_parallel", "tp_size"),
     "dtype": ("dtype",),
     "prefill": ("megakv", "context_parallel", "prefill"),
+    "weights": ("megakv", "weights", "format"),
     "wandb": ("megakv", "tracking", "wandb", "project"),
 }
 """Where the JSON has what an argument says."""
@@ -34,6 +35,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cp", type=int, help="context-parallel ranks, which share the tokens (default 1)")
     parser.add_argument("--tp", type=int, help="tensor-parallel ranks, which share the heads (default 1)")
     parser.add_argument("--dtype", choices=tuple(DTYPES), help="of weights and cache (default: the checkpoint's)")
+    weights = "round a plain checkpoint's: int8, q4_1 or fp8 (default: as they are stored)"
+    parser.add_argument("--weights", metavar="FORMAT", help=weights)
     parser.add_argument("--prefill", metavar="METHOD", help="how a prompt attends across ranks (default auto)")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to this W&B project, offline unless logged in")
 
@@ -119,7 +122,7 @@ def mesh_of(arguments: argparse.Namespace) -> tuple[int, int]:
 
     Raises ValueError where ranks would refuse the settings.
     """
-    if arguments.config is None and arguments.prefill is None:
+    if arguments.config is None and arguments.prefill is None and arguments.weights is None:
         return arguments.cp or 1, arguments.tp or 1
     config = run_config(arguments)
     return config.cp_size, config.tp_size
@@ -162,6 +165,7 @@ def _check_agreement(config: MegaKVConfig, given: dict[str, Any], source: str) -
     section = config.megakv
     held: dict[str, Any] = {"cp": config.cp_size, "tp": config.tp_size, "dtype": config.dtype}
     held |= {"prefill": section.context_parallel.prefill, "wandb": section.tracking.wandb.project}
+    held["weights"] = section.weights.format
     for name, value in given.items():
         key = ".".join(KEYS[name])
         allowed = _short(held[name])

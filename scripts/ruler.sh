@@ -18,6 +18,6 @@ fi
 model=()
 case " $* " in
     *" --model "*) ;;
-    *) model=(--model "$("$(bash "$root/scripts/setup.sh")" "$root/recipes/smollm2/weights.py")") ;;
+    *) model=(--model "$("$(bash "$root/scripts/setup.sh")" "$root/recipes/smollm2/weights.py" --unpacked)") ;;
 esac
 exec "$environment/bin/python" "$root/scripts/ruler_items.py" "${model[@]}" --json "$root/.cache/ruler/items.json" "$@"

@@ -1,4 +1,4 @@
-"""GGUF files of tiny models with random weights, in any type: written by the `gguf` package, as llama.cpp names them."""
+"""GGUF files of tiny models with random weights, in any type: written by the `gguf` package as llama.cpp names them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +16,7 @@ from gguf import (
 )
 from gguf.quants import quantize
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3MoeConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 VOCAB = 199
 SIZES: dict[str, Any] = {
@@ -86,6 +87,10 @@ def write_gguf(
             wanted = next((each for part, each in (kinds or {}).items() if part in stored), kind)
             if not leave_out or leave_out not in stored:
                 _add(writer, stored, values.contiguous().numpy(), wanted, rng)
+    if config.rope_parameters["rope_type"] == "llama3":
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        plain = config.rope_parameters["rope_theta"] ** -(torch.arange(len(scaled)) / len(scaled))
+        writer.add_tensor("rope_freqs.weight", (plain / scaled).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

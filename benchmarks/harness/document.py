@@ -21,9 +21,9 @@ def model_folder(given: str) -> tuple[Path, int]:
     """The folder of the model, made where none is named, and its positions."""
     if not given:
         sys.path.append(str(ROOT))
-        from recipes.smollm2.weights import FOLDER, prepare
+        from recipes.smollm2.weights import FOLDER, prepare_unpacked
 
-        given = prepare(FOLDER, None)
+        given = prepare_unpacked(FOLDER, None)
     config = Path(given) / "config.json"
     if not config.is_file():
         raise ValueError(f"--model {given}: there is no config.json: name a folder that holds a model")

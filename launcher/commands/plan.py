@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megakv.fairkv.profile import BudgetProfile
     from megakv.planner.choices import Choice, Demand
     from megakv.planner.cluster import ClusterPlanner, Plan
+    from megakv.weights.formats.sizes import PackedBits
 
 SHOWN = 8
 LEAST_SHARE = 0.001
@@ -27,6 +28,10 @@ GB = 1e9
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What the command takes."""
     parser.add_argument("--model", required=True, help="folder, config.json, recipe or hub id; no weights are read")
+    text = (
+        "types of its weights: int8 or q4_1 at load, or a GGUF file's, such as Q4_K_M (default: the file's, or 16 bits)"
+    )
+    parser.add_argument("--weights", metavar="FORMAT", help=text)
     parser.add_argument("--context", type=int, required=True, help="new tokens of every sequence, T")
     parser.add_argument("--cached", type=int, default=0, help="tokens of every sequence cached before, P (default 0)")
     parser.add_argument("--batch", type=int, default=1, help="sequences that a replica serves at a time (default 1)")
@@ -80,6 +85,8 @@ def run(arguments: argparse.Namespace) -> None:
     )
     _check_files(arguments)
     model = model_shape(arguments.model, dtype=getattr(torch, machine.spec.dtype))
+    if arguments.weights is not None:
+        model = replace(model, packed=_packed(arguments.weights))
     budgets = _budgets(arguments, model)
     with tqdm(desc="plan", unit="mesh", leave=False, delay=1.0) as bar:
 
@@ -111,6 +118,14 @@ def run(arguments: argparse.Namespace) -> None:
         )
     print(f"\n{found.evaluated} predictions in {seconds:.1f} s; the best as JSON:")
     print(json.dumps(config, indent=2))
+
+
+def _packed(name: str) -> PackedBits:
+    from megakv.weights.formats.sizes import KNOWN
+
+    if name not in KNOWN:
+        raise ValueError(f"--weights {name}: allowed: {', '.join(KNOWN)}")
+    return KNOWN[name]
 
 
 def _check_files(arguments: argparse.Namespace) -> None:

@@ -153,7 +153,7 @@ class RankShare:
     @classmethod
     def even(cls, model: ModelShape, tp_size: int) -> RankShare:
         """Layers are cut over the ranks, embeddings and the output head are whole on each."""
-        row, whole = model.attention(tp_size=tp_size).kv_row_bytes, model.embedding * model.element_bytes
+        row, whole = model.attention(tp_size=tp_size).kv_row_bytes, model.outside_bytes
         layers, count = -(-(model.weight_bytes - whole) // tp_size), len(model.layers)
         first = (layers // count,) * (count - 1)
         return cls(whole + layers, (row,) * count, (*first, layers - sum(first)))

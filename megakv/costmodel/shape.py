@@ -27,6 +27,8 @@ from megakv.costmodel.config_sizes import (
     windows,
 )
 from megakv.weights.folder import local_directory, model_class, read_config
+from megakv.weights.formats.sizes import PackedBits, bits_in
+from megakv.weights.gguf import SUFFIX
 from megakv.weights.placement import head_counts
 
 LOG_SUM_EXP_COLUMNS = 1
@@ -140,6 +142,7 @@ class ModelShape:
     positions: int | None = None  # Tokens that a sequence may have; None: the config does not say.
     row_dim: int | None = None  # As in `AttentionShape`, and its `latent`.
     latent: int | None = None
+    packed: PackedBits | None = None  # Where weights are in blocks of few bits; None: in `dtype`, or FP8.
     rotary: int = 0  # Elements that are kept beside a token's activations, see `megakv.injection.recomputation`.
 
     @classmethod
@@ -175,10 +178,13 @@ class ModelShape:
     def from_path(cls, path: str | Path, *, dtype: torch.dtype | None = None) -> ModelShape:
         """Sizes of the model of a directory, hub id or config file; a ValueError if there is no such config."""
         try:
-            config = read_config(Path(path) if Path(path).is_file() else local_directory(path, weights=False))
+            config_file = Path(path).is_file() and Path(path).suffix != SUFFIX
+            directory = Path(path) if config_file else local_directory(path, weights=False)
+            config = read_config(directory)
         except (ValueError, MegaKVError) as error:
             raise ValueError(f"no model config in {str(path)!r}: {error}") from error
-        return cls.from_config(config, dtype=dtype)
+        shape = cls.from_config(config, dtype=dtype)
+        return replace(shape, packed=None if config_file else bits_in(directory, shape.element_bytes))
 
     @property
     def element_bytes(self) -> int:
@@ -200,8 +206,15 @@ class ModelShape:
 
     @cached_property
     def weight_bytes(self) -> int:
+        if self.packed is not None:
+            return self.outside_bytes + round((self.parameters - self.embedding) * self.packed.layers / 8)
         in_fp8 = sum(layer.fp8 + layer.experts * layer.fp8_experts for layer in self.layers)
         return self.parameters * self.element_bytes - in_fp8 * (self.element_bytes - 1)
+
+    @property
+    def outside_bytes(self) -> int:
+        """Those of embeddings and the output head."""
+        return round(self.embedding * (8 * self.element_bytes if self.packed is None else self.packed.outside) / 8)
 
     @cached_property
     def attention_elements(self) -> int:

@@ -77,6 +77,7 @@ class MegaKVEngine(ServedEngine):
         comm = runtime.comm
         self._config, self._runtime, self._comm = config, runtime, comm
         self._name, self._mapping = name, mapping
+        self._weights = loaded.form, loaded.bytes_by_type
         self.mp_group = comm.mesh.group("tp")
         self.agreement = Agreement(comm)
         check_same_config(model, comm)
@@ -292,7 +293,7 @@ class MegaKVEngine(ServedEngine):
         with self.agreement.call():
             rates = () if self._hooks is None else self._hooks.products.rates
             return self._record.run_report(
-                self._comm, self._config, self._name, self._runtime.dtype, self._mapping, rates
+                self._comm, self._config, self._name, self._runtime.dtype, self._mapping, rates, self._weights
             )
 
     @without_autograd

@@ -45,12 +45,19 @@ class LoadedModel:
     """The part kept of each parameter of the whole model, by name."""
     bytes_read: int
     """Bytes of the checkpoint that this rank has read."""
-    bytes_kept: int
-    """Bytes of parameters and buffers on this rank."""
+    form: str
+    """The format of the weights (`megakv.weights.formats`)."""
+    bytes_by_type: dict[str, int]
+    """Bytes of parameters and buffers on this rank by how numbers are stored: a type of torch, or of GGUF's blocks."""
     contents: dict[str, str]
     """What decides the values of all weights, by name; the files of a checkpoint come on top."""
     layer_weights: LayerWeights | None = None
     """Those of the decoder layers, where they lie off the accelerator; the module's parameters have no memory then."""
+
+    @property
+    def bytes_kept(self) -> int:
+        """Bytes of parameters and buffers on this rank."""
+        return sum(self.bytes_by_type.values())
 
 
 def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -170,9 +177,25 @@ def build_model(
     if away is not None:
         away.withdraw(model, device)
     model.eval()
-    tensors = (part for tensor in (*model.parameters(), *model.buffers()) for part in plain_parts(tensor))
-    nbytes = sum(tensor.nbytes for tensor in tensors)
-    return LoadedModel(model, heads, placement, source.bytes_read, nbytes, contents, away)
+    held = _bytes_by_type(model)
+    return LoadedModel(model, heads, placement, source.bytes_read, form.name, held, contents, away)
+
+
+def _bytes_by_type(model: nn.Module) -> dict[str, int]:
+    """Bytes of all tensors by how their numbers are stored, the most first; what modules share counts once."""
+    found: dict[str, int] = {}
+    seen = set[int]()
+    for module in model.modules():
+        kinds = getattr(vars(module).get("forward"), "kinds", {})
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            for part in plain_parts(tensor):
+                kind = kinds.get(name, getattr(module, "kind", None)) if part.dtype == torch.uint8 else None
+                kind = kind or str(part.dtype).removeprefix("torch.")
+                found[kind] = found.get(kind, 0) + part.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def _materialise(

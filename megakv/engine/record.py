@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -66,7 +66,7 @@ class RunRecord:
             self.kv_bytes = cache.nbytes()
             self.head_tokens = cache.head_tokens()
 
-    def _rank_report(self, comm: Communicator) -> RankReport:
+    def _rank_report(self, comm: Communicator, weights: Mapping[str, int]) -> RankReport:
         mesh = comm.mesh
         comm.ledger.read()
         return RankReport(
@@ -76,6 +76,7 @@ class RunRecord:
             tp_rank=mesh.tp_rank,
             tokens=self.tokens,
             kv_bytes=self.kv_bytes,
+            weight_bytes=dict(weights),
             head_tokens=self.head_tokens,
             peak_bytes=peak_memory_bytes(mesh.device),
             traffic=[
@@ -97,13 +98,15 @@ class RunRecord:
         dtype: torch.dtype,
         mapping: HeadMapping | None = None,
         products: Sequence[ProductRates] = (),
+        weights: tuple[str, Mapping[str, int]] = ("", {}),
     ) -> RunReport:
-        """The report of all ranks, on every rank."""
-        ranks = comm.gather_objects(self._rank_report(comm))
+        """The report of all ranks, on every rank; `weights` are their format, and this rank's bytes by type."""
+        ranks = comm.gather_objects(self._rank_report(comm, weights[1]))
         return RunReport(
             config=config.model_dump(mode="json", by_alias=True, fallback=str),
             model=model,
             dtype=str(dtype).removeprefix("torch."),
+            weights=weights[0] or None,
             mesh={"cp": comm.mesh.cp_size, "tp": comm.mesh.tp_size},
             ttft_s=self.clock.ttft_s,
             ttit_s=self.clock.ttit_s,

@@ -132,7 +132,7 @@ def placements_of(
 
 def layer_weight_bytes(model: ModelShape, *, tp_size: int = 1) -> int:
     """Bytes of one layer's weights on one rank, a mean over layers."""
-    return (model.weight_bytes - model.embedding * model.element_bytes) // (len(model.layers) * tp_size)
+    return (model.weight_bytes - model.outside_bytes) // (len(model.layers) * tp_size)
 
 
 def weight_times(link: Curve, model: ModelShape, *, tp_size: int = 1, disk_bytes_s: float | None = None) -> WeightTimes:

@@ -13,6 +13,7 @@ from megakv.costmodel.presets import Hardware
 from megakv.costmodel.shape import ModelShape
 from megakv.fairkv.mapping import HeadMapping
 from megakv.offload.times import Objective, recomputes
+from megakv.weights.formats import settings
 from megakv.weights.placement.heads import contiguous_head_map
 
 MOST_TOKENS = 10**9
@@ -183,6 +184,8 @@ def choice_config(
         section["runahead"] = {"partition": shares, "chunk_tokens": choice.chunk_tokens}
     if choice.fit.fp8:
         section["weights"] = {"format": "fp8"}
+    elif model.packed is not None and model.packed.name in settings():
+        section["weights"] = {"format": model.packed.name}
     if choice.fit.kept_share < 1:
         section["fairkv"] = {"budget": choice.fit.kept_share}
         if choice.mapping is not None:

@@ -68,7 +68,7 @@ class Fitting:
 
         Where it is known what heads keep, compression comes before offloading.
         """
-        fp8 = [Fit(fp8=True)] if self._spec.fp8_flops is not None else []
+        fp8 = [Fit(fp8=True)] if self._spec.fp8_flops is not None and self._model.packed is None else []
         budgets = [Fit(kept_share=share) for share in BUDGETS]
         early = [] if self._fullest is None else budgets
         found, rejected = self._those(demand, [Fit(), *fp8, *early, Fit(offload=True)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megakv.base.errors import in_units
 from megakv.tracking.measurements import CAPTURED, PERCENTILES, PrefillPlan
 from megakv.tracking.report import Answer, RunReport
 from megakv.tracking.served import ServedTraffic
@@ -102,9 +103,18 @@ def methods(report: RunReport) -> dict[str, str]:
             for each in report.products
         )
     found["keys and values"] = _cache(report)
-    if (form := setting(report, "megakv.weights.format")) not in (None, "as_stored"):
-        found["weights"] = f"{form} (lossy)"
+    if report.weights is not None:
+        found["weights"] = _weights(report)
     return found
+
+
+def _weights(report: RunReport) -> str:
+    """The format of the weights, and the largest rank's bytes by type."""
+    held = max((each.weight_bytes for each in report.ranks), key=lambda held: sum(held.values()))
+    asked = setting(report, "megakv.weights.format")
+    lossy = "" if asked in (None, "as_stored") else " (lossy)"
+    parts = ", ".join(f"{in_units(nbytes)} in {kind}" for kind, nbytes in held.items())
+    return f"{report.weights}{lossy}" + (f": {parts}" if parts else "")
 
 
 def setting(report: RunReport, path: str) -> Any:

@@ -57,6 +57,7 @@ class RankReport:
     # to per-head budgets; empty where it was not.
     head_tokens: list[list[Count]] = field(default_factory=list)
     offload: list[OffloadStep] = field(default_factory=list)
+    weight_bytes: dict[str, Count] = field(default_factory=dict)  # By type: of torch, or of GGUF's blocks.
     disk_io: str | None = None  # How the disk tier is read: as ``files``; ``None`` without one.
     schedule: str | None = None  # In how many groups batches go through offloaded layers, and why; ``None`` without.
     # ``[layer]`` seconds in attention while single tokens were computed; on an accelerator, starting its kernels.
@@ -113,7 +114,8 @@ class RunReport:
     version: Literal[1] = 1
     config: dict[str, Any]  # The engine's whole configuration.
     model: str
-    dtype: str | None = None  # Of weights, keys and values.
+    dtype: str | None = None  # Of what is computed, keys and values, and of weights that are not stored otherwise.
+    weights: str | None = None  # The format of the weights; ``None`` where it is not known.
     mesh: dict[str, int]  # ``{"cp": ranks that share the tokens, "tp": ranks that share the heads}``.
     # Time to first token, and mean time to incremental token in seconds; ``None`` where there was no such token.
     ttft_s: float | None
@@ -171,6 +173,7 @@ class RunReport:
             "prompt_tokens_per_s": self.prompt_tokens / self.ttft_s if self.ttft_s else None,
             "kv_bytes_max": max(report.kv_bytes for report in self.ranks),
             "peak_bytes_max": max(report.peak_bytes for report in self.ranks),
+            "weight_bytes_max": max(sum(report.weight_bytes.values()) for report in self.ranks) or None,
         }
         if self.prefill is not None:
             values |= {f"ttft_predicted_s/{name}": seconds for name, seconds in self.prefill.predicted_s.items()}

@@ -16,6 +16,7 @@ _TITLES = {
     "kv_bytes_max": "KV cache, largest rank's",
     "peak_bytes": "peak memory",
     "peak_bytes_max": "peak memory, largest rank's",
+    "weight_bytes_max": "weights, largest rank's",
     "bytes_in": "to the accelerator",
     "bytes_out": "from the accelerator",
     "bytes_sent": "sent",

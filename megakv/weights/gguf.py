@@ -167,7 +167,7 @@ def _correct_rotary(config: PreTrainedConfig, file: GgufFile) -> None:
     if ROTARY in file.tensors:
         tensor = file.tensors[ROTARY]
         divisors = unpacked(tensor, tensor.read()).double().flatten()
-        if bool((divisors == 1).all()):
+        if torch.allclose(divisors, torch.ones_like(divisors), rtol=1e-5):
             return
         scaled = {"rope_type": "llama3", "factor": round(float(divisors.max()), 4), **LLAMA3}
         theta = given.get("rope_theta")

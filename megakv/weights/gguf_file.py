@@ -100,9 +100,21 @@ class _Cursor:
         if inner in SCALARS:
             found = self.take(f"{count}{SCALARS[inner]}")
             return [found] if count == 1 else list(found)
-        for _ in range(count):
-            self.value(inner)
+        if inner == TEXT:
+            self._skip_texts(count)
+        else:
+            for _ in range(count):
+                self.value(inner)
         return count
+
+    def _skip_texts(self, count: int) -> None:
+        """Go past so many texts: a vocabulary has hundreds of thousands, of which none is wanted here."""
+        data, at, size_at = self.data, self.at, struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            at += 8 + size_at(data, at)[0]
+        if at > len(data):
+            raise ValueError("it ends within its header")
+        self.at = at
 
 
 class GgufFile:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from megakv.base.errors import CombinationError
 from megakv.weights.blocks import BLOCKS, unpack
+from megakv.weights.packed_experts import pack_experts, unpack_experts
 from megakv.weights.packed_product import packed_product
-from megakv.weights.placement.plan import ROUTERS
+from megakv.weights.placement.plan import ROUTERS, is_experts
 from megakv.weights.placement.slices import SliceSpec
 from megakv.weights.products import PLAIN, Products
 from megakv.weights.tensor_parallel import AllReduce, RowParallelLinear
@@ -62,6 +63,8 @@ class PackedEmbedding(nn.Module):
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.weight.shape
         self.kind, self.weight, self.dtype = kind, weight, dtype
+        # As the family has it, for `unpack_modules`; no module of this one, and its table has no memory.
+        self.__dict__["embedding"] = embedding
         # What some families multiply embeddings with.
         self.embed_scale: Tensor | None
         self.register_buffer("embed_scale", getattr(embedding, SCALE, None), persistent=False)
@@ -104,7 +107,11 @@ def pack_modules(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype)
     Embeddings come in `dtype`. Returns the type of these weights by name.
     """
     shared: dict[int, nn.Parameter] = {}
+    experts = {name: kind for name, kind in kinds.items() if is_experts(model.get_submodule(name.rpartition(".")[0]))}
+    pack_experts(model, experts)
     for name, kind in kinds.items():
+        if name in experts:
+            continue
         path = name.rpartition(".")[0]
         module: Any = model.get_submodule(path)
         weight = module.weight
@@ -116,20 +123,45 @@ def pack_modules(model: nn.Module, kinds: Mapping[str, str], dtype: torch.dtype)
     return dict.fromkeys(kinds, torch.uint8)
 
 
+def unpack_modules(model: nn.Module, dtype: torch.dtype) -> None:
+    """Put plain linears and embeddings in the places of packed ones, with their weights rounded to `dtype` alone.
+
+    For one rank that holds all of a model.
+    """
+    unpack_experts(model, dtype)
+    shared: dict[int, nn.Parameter] = {}
+    for path, module in [*model.named_modules()]:
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        weight = shared.get(id(module.weight))
+        if weight is None:
+            weight = nn.Parameter(unpack(module.weight, module.kind).to(dtype), requires_grad=False)
+            shared[id(module.weight)] = weight
+        plain: nn.Linear | nn.Embedding
+        if isinstance(module, PackedLinear):
+            plain = nn.Linear(1, 1, bias=False, device="meta")
+            plain.out_features, plain.in_features, plain.bias = module.out_features, module.in_features, module.bias
+        else:
+            plain = cast(nn.Embedding, module.embedding)
+        plain.weight = weight
+        model.set_submodule(path, plain)
+
+
 def check_blocks(
-    kinds: Mapping[str, str], placement: Mapping[str, SliceSpec], widths: Mapping[str, int], tp_size: int
+    kinds: Mapping[str, str], placement: Mapping[str, SliceSpec], shapes: Mapping[str, torch.Size], tp_size: int
 ) -> None:
     """Refuse a tensor-parallel degree that cuts rows of a weight inside a block.
 
-    `kinds` and `widths` have the block types of packed weights, and their columns, by name.
+    `kinds` and `shapes` have the block types of packed weights, and what they stand for, by name.
     """
     for name, kind in kinds.items():
-        spec, size = placement[name], BLOCKS[kind].elements
-        if spec.dim == 1 and any(end % size for ends in spec.ranges or () for end in ends):
-            fitting = [str(tp) for tp in range(1, tp_size) if widths[name] % (tp * size) == 0]
+        spec, size, width = placement[name], BLOCKS[kind].elements, shapes[name][-1]
+        by_columns = spec.dim == len(shapes[name]) - 1
+        if by_columns and any(end % size for ends in spec.ranges or () for end in ends):
+            fitting = [str(tp) for tp in range(1, tp_size) if width % (tp * size) == 0]
             raise CombinationError(
                 "whole",
-                f"tensor_parallel.tp_size = {tp_size} cuts the rows of {name}, {widths[name]} weights, inside blocks "
-                f"of {kind}, {size} weights each; sizes that do not: {', '.join(fitting)}; more ranks share the work "
-                "by megakv.context_parallel.size",
+                f"tensor_parallel.tp_size = {tp_size} cuts the rows of {name}, {width} weights, inside blocks of "
+                f"{kind}, {size} weights each; sizes that do not: {', '.join(fitting)}; more ranks share the work by "
+                "megakv.context_parallel.size",
             )

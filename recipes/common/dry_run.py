@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     try:
         for name in arguments.recipes or names():
-            recipe, made = load_recipe(name), dict[torch.dtype, PreTrainedModel]()
+            recipe, made = load_recipe(name), dict[tuple[torch.dtype, str], PreTrainedModel]()
             for run in [find_run(recipe, arguments.config)] if arguments.config else recipe.runs:
                 print(f"{run.config} on {run.hardware} ({hardware(run.hardware).spec.accelerator}): {run.purpose}")
                 found = dry_run_of(name, run, made)

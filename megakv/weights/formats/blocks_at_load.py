@@ -13,8 +13,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from megakv.base.errors import CombinationError
 from megakv.weights.blocks import BLOCKS, pack
 from megakv.weights.formats.format import LoadRequest, Owner, WeightFormat
+from megakv.weights.packed_experts import packable_experts
 from megakv.weights.packed_linear import PackedLinear, check_blocks, pack_modules, packable_weights
-from megakv.weights.placement.plan import decoder_layers, is_experts
+from megakv.weights.placement.plan import EXPERT_WEIGHTS, decoder_layers, is_experts
 from megakv.weights.placement.slices import SliceSpec
 
 CHUNK = 4 << 20
@@ -33,7 +34,7 @@ class BlocksAtLoad(WeightFormat):
     def __init__(self, directory: Path | None = None):
         super().__init__(directory)
         self.kinds: dict[str, str] = {}
-        self._widths: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self.multiples = (BLOCKS[self.kind].elements,)
 
     def check(self, request: LoadRequest, config: PreTrainedConfig) -> None:
@@ -45,31 +46,35 @@ class BlocksAtLoad(WeightFormat):
             )
 
     def replace(self, model: PreTrainedModel) -> None:
-        if any(is_experts(module) for module in model.modules()):
-            raise ValueError(
-                f"megakv.weights.format = {self.name!r} is not supported for model type "
-                f"{model.config.model_type!r}: its experts are multiplied with plain weights; allowed: 'as_stored' or "
-                "'fp8'"
-            )
         inside = {id(parameter) for layer in decoder_layers(model)[1] for parameter in layer.parameters()}
-        shapes = packable_weights(model)
+        shapes = packable_weights(model) | packable_experts(model)
         wanted = {name: self.kind if id(model.get_parameter(name)) in inside else self.outside for name in shapes}
-        self.kinds = {name: kind for name, kind in wanted.items() if shapes[name][1] % BLOCKS[kind].elements == 0}
-        self._widths = {name: shapes[name][1] for name in self.kinds}
+        self.kinds = {name: kind for name, kind in wanted.items() if shapes[name][-1] % BLOCKS[kind].elements == 0}
+        for path, module in model.named_modules():
+            if is_experts(module) and any(f"{path}.{name}" not in self.kinds for name in EXPERT_WEIGHTS):
+                raise ValueError(
+                    f"megakv.weights.format = {self.name!r} is not supported for model type "
+                    f"{model.config.model_type!r}: its experts are stored transposed, or their rows are no whole "
+                    f"blocks of {self.multiples[0]}; allowed: 'as_stored' or 'fp8'"
+                )
+        self._shapes = {name: shapes[name] for name in self.kinds}
 
     def check_cut(self, placement: Mapping[str, SliceSpec], tp_size: int) -> None:
-        check_blocks(self.kinds, placement, self._widths, tp_size)
+        check_blocks(self.kinds, placement, self._shapes, tp_size)
 
     def prepare(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         self.made = {name: (name,) for name in self.kinds}
         return pack_modules(model, self.kinds, dtype)
 
     def make(self, owners: Sequence[Owner], part: Tensor, homes: Sequence[Tensor | None]) -> None:
-        (home,), module = homes, cast(PackedLinear, owners[0][0])
-        packed = torch.empty_like(module.weight, device=part.device) if home is None else home
-        step = max(1, CHUNK // part.shape[1])
-        for first in range(0, len(part), step):
-            packed[first : first + step] = pack(part[first : first + step], module.kind)
+        (home,), (module, name) = homes, owners[0]
+        packed = torch.empty_like(getattr(module, name), device=part.device) if home is None else home
+        kind = vars(module)["forward"].kinds[name] if is_experts(module) else cast(PackedLinear, module).kind
+        # Experts lie one behind the other.
+        rows, into = part.flatten(0, -2), packed.flatten(0, -2)
+        step = max(1, CHUNK // rows.shape[1])
+        for first in range(0, len(rows), step):
+            into[first : first + step] = pack(rows[first : first + step], kind)
         weight = nn.Parameter(packed, requires_grad=False)
         for owner, leaf in owners:
             setattr(owner, leaf, weight)

@@ -2,12 +2,12 @@
 
 Names of tensors, and how llama.cpp has changed them, are known to transformers. What its rules do to a tensor is found
 out with numbered rows in the place of weights: where they only move rows, packed ones move alike, and any part of them
-can be read. What they change otherwise, as experts that are put together, is unpacked.
+can be read, and so where they join the rows of experts. What they change otherwise is unpacked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
@@ -22,58 +22,12 @@ from megakv.weights.blocks import BLOCKS
 from megakv.weights.formats.format import LoadRequest, WeightFormat
 from megakv.weights.gguf import ROTARY, gguf_of
 from megakv.weights.gguf_file import PLAIN, GgufFile, StoredTensor, unpacked
+from megakv.weights.gguf_rows import StoredExperts, StoredRows, check_scales
+from megakv.weights.packed_experts import packable_experts
 from megakv.weights.packed_linear import check_blocks, pack_modules, packable_weights
-from megakv.weights.placement.slices import Ranges, SliceSpec
+from megakv.weights.placement.plan import EXPERT_WEIGHTS
+from megakv.weights.placement.slices import SliceSpec
 from megakv.weights.sources import WeightSource
-
-CHUNK = 8 << 20
-"""Stored bytes that are read at a time where only some columns of them are kept."""
-HALVES = {"Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q6_K": (208,)}
-HALVES |= dict.fromkeys(("Q4_K", "Q5_K"), (0, 2))
-"""Where scales and offsets in float16 lie in blocks."""
-
-
-class StoredRows:
-    """A matrix of a file whose rows the model has in another `order`, read by parts: packed, or as numbers."""
-
-    def __init__(self, tensor: StoredTensor, order: Tensor, *, packed: bool):
-        self.tensor, self.packed = tensor, packed
-        self._order = None if torch.equal(order, torch.arange(len(order))) else order
-
-    def read(self, dim: int, ranges: Ranges) -> Tensor:
-        """Ranges of rows, or of columns, which are whole blocks of packed ones."""
-        if dim == 0:
-            parts = [self._rows(*ends) for ends in ranges]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
-        step, parts = max(1, CHUNK // self.tensor.row_bytes), []
-        if self.packed:
-            block = BLOCKS[self.tensor.kind]
-            ranges = tuple((a // block.elements * block.bytes, b // block.elements * block.bytes) for a, b in ranges)
-        for start in range(0, self.tensor.rows, step):
-            rows = self._rows(start, min(start + step, self.tensor.rows))
-            # Not a view, which would hold all that was read.
-            parts.append(torch.cat([rows[:, a:b] for a, b in ranges], dim=1))
-        return torch.cat(parts)
-
-    def _rows(self, start: int, stop: int) -> Tensor:
-        first, last, here = start, stop, None
-        if self._order is not None:
-            here = self._order[start:stop]
-            first, last = int(here.min()), int(here.max()) + 1
-        rows = self.tensor.read(first, last)
-        check_scales(self.tensor, rows)
-        rows = rows if self.packed else unpacked(self.tensor, rows)
-        return rows if here is None else rows[here - first]
-
-
-def check_scales(tensor: StoredTensor, rows: Tensor) -> None:
-    """Refuse blocks whose scales are no numbers: all that is multiplied with them would be none."""
-    for first in HALVES.get(tensor.kind, ()):
-        halves = rows.view(-1, BLOCKS[tensor.kind].bytes)[:, first : first + 2].contiguous().view(torch.float16)
-        if not bool(halves.isfinite().all()):
-            raise MegaKVError(
-                f"{tensor.file}: {tensor.name} ({tensor.kind}) has scales that are no finite numbers; fetch it again"
-            )
 
 
 class GgufWeights:
@@ -82,7 +36,8 @@ class GgufWeights:
     owned = True
 
     def __init__(self, file: GgufFile, model: PreTrainedModel):
-        self.bytes_read, self.unexpected = 0, list[str]()
+        self.unexpected: list[str] = []
+        self._processed_bytes, self.packed = 0, frozenset[str]()
         self._file = file
         self._shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
         self._processor, self._names = _rules(file, model)
@@ -101,21 +56,39 @@ class GgufWeights:
             for name, tensors in self._stored.items()
             if (order := self._order(name, tensors)) is not None
         }
+        self.experts = {
+            name: StoredExperts(tensors) for name, tensors in self._stored.items() if self._joins(name, tensors)
+        }
+
+    @property
+    def bytes_read(self) -> int:
+        rows, experts = self.rows.values(), self.experts.values()
+        return self._processed_bytes + sum(each.bytes_read for each in rows) + sum(each.bytes_read for each in experts)
 
     def has(self, name: str) -> bool:
         return name in self._stored
 
     def read(self, name: str, spec: SliceSpec) -> Tensor:
-        self.bytes_read += sum(tensor.nbytes for tensor in self._stored[name])
+        if name in self.packed and name in self.experts:
+            experts = self.experts[name]
+            return experts.whole() if spec.ranges is None else experts.read(spec.dim, spec.ranges)
         if name not in self.rows:
+            self._processed_bytes += sum(tensor.nbytes for tensor in self._stored[name])
             return spec.take(self._processed(name))
         whole = ((0, self._shapes[name][0]),)
         return self.rows[name].read(*((0, whole) if spec.ranges is None else (spec.dim, spec.ranges)))
 
     def kind(self, name: str) -> str | None:
         """The block type of a weight that may stay packed."""
-        rows = self.rows.get(name)
-        return rows.tensor.kind if rows is not None and rows.tensor.kind in BLOCKS else None
+        rows, experts = self.rows.get(name), self.experts.get(name)
+        kind = rows.tensor.kind if rows is not None else experts.kind if experts is not None else ""
+        return kind if kind in BLOCKS else None
+
+    def keep_packed(self, names: Collection[str]) -> None:
+        """Give bytes of these from now on."""
+        self.packed = frozenset(names)
+        for name in self.packed & self.rows.keys():
+            self.rows[name].packed = True
 
     def quantised(self) -> dict[str, set[str]]:
         """Names of parameters that are made of quantised tensors, with the types of these."""
@@ -158,6 +131,26 @@ class GgufWeights:
             return None
         rows = torch.from_numpy(order[:, 0] / 2).long()
         return rows if torch.equal(rows.sort().values, torch.arange(tensor.rows)) else None
+
+    def _joins(self, name: str, tensors: list[StoredTensor]) -> bool:
+        """Whether the rules do no more than join the rows of experts, of one type."""
+        if any(len(tensor.shape) != 3 for tensor in tensors) or len({tensor.kind for tensor in tensors}) > 1:
+            return False
+        tensors.sort(key=lambda tensor: tensor.name)
+        numbered, made, begin = [], dict[str, Any](tensors={}), 0
+        for tensor in tensors:
+            experts, rows, _ = tensor.shape
+            numbered.append(np.arange(begin, begin + 2.0 * experts * rows).reshape(experts, rows, 2))
+            begin += 2 * experts * rows
+            try:
+                self._processor.process(
+                    weights=numbered[-1], name=tensor.name, tensor_key_mapping=self._names, parsed_parameters=made
+                )
+            except Exception:  # noqa: BLE001 - as above
+                return False
+        found, joined = made["tensors"].get(name), torch.from_numpy(np.concatenate(numbered, axis=1))
+        whole = (*joined.shape[:2], tensors[0].shape[2])
+        return isinstance(found, Tensor) and torch.equal(found.double(), joined) and whole == self._shapes[name]
 
     def _processed(self, name: str) -> Tensor:
         """A parameter as transformers makes it of all its tensors."""
@@ -216,7 +209,7 @@ class GgufFormat(WeightFormat):
     def __init__(self, directory: Path | None = None):
         super().__init__(directory)
         self.kinds: dict[str, str] = {}
-        self._widths: dict[str, int] = {}
+        self._shapes: dict[str, torch.Size] = {}
         self._packs = True
 
     @classmethod
@@ -241,12 +234,15 @@ class GgufFormat(WeightFormat):
 
     def replace(self, model: PreTrainedModel) -> None:
         self._weights = GgufWeights(self.file, model)
-        shapes = packable_weights(model) if self._packs else {}
+        shapes = packable_weights(model) | packable_experts(model) if self._packs else {}
         stored = {id(model.get_parameter(name)): kind for name in shapes if (kind := self._weights.kind(name))}
         self.kinds = {name: kind for name in shapes if (kind := stored.get(id(model.get_parameter(name))))}
-        self._widths = {name: shapes[name][1] for name in self.kinds}
-        for name in self.kinds.keys() & self._weights.rows.keys():
-            self._weights.rows[name].packed = True
+        for path in {name.rpartition(".")[0] for name in packable_experts(model)}:
+            # Of a layer's experts all weights are multiplied in one way.
+            if len(names := {f"{path}.{name}" for name in EXPERT_WEIGHTS} & self.kinds.keys()) < len(EXPERT_WEIGHTS):
+                self.kinds = {name: kind for name, kind in self.kinds.items() if name not in names}
+        self._shapes = {name: shapes[name] for name in self.kinds}
+        self._weights.keep_packed(self.kinds)
         self.multiples = tuple(sorted({BLOCKS[kind].elements for kind in self.kinds.values()}, reverse=True))
         self._note(model)
 
@@ -267,7 +263,7 @@ class GgufFormat(WeightFormat):
         return self._weights
 
     def check_cut(self, placement: Mapping[str, SliceSpec], tp_size: int) -> None:
-        check_blocks(self.kinds, placement, self._widths, tp_size)
+        check_blocks(self.kinds, placement, self._shapes, tp_size)
 
     def prepare(self, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
         return pack_modules(model, self.kinds, dtype)

@@ -20,7 +20,10 @@ from transformers import (
 
 from megakv.costmodel.memory import working_bytes
 from megakv.costmodel.shape import LayerShape, ModelShape
+from megakv.weights.gguf import gguf_directory
+from megakv.weights.gguf_file import GgufFile
 from tests.families import FAMILIES
+from tests.gguf_files import config_of, write_gguf
 
 UNGATED = {"opt", "falcon", "falcon_mqa", "falcon_alibi", "gpt_neox", "gpt_j", "bloom", "mpt", "phi", "starcoder2"}
 
@@ -173,3 +176,13 @@ def test_config_of_an_engine_is_left_as_it_is() -> None:
     config._attn_implementation = "megakv_substituted"
     assert ModelShape.from_config(config) == expected
     assert config._attn_implementation == "megakv_substituted"
+
+
+def test_blocks_of_a_file_are_counted(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "tiny.gguf", config_of("llama"), "Q4_K", kinds={"token_embd": "Q6_K"})
+    stored = GgufFile(source)
+    shape = ModelShape.from_path(gguf_directory(source, tmp_path / "cache"))
+    norms = sum(tensor.rows * tensor.shape[-1] for tensor in stored.tensors.values() if len(tensor.shape) == 1)
+    # Norms are computed with in bfloat16.
+    assert shape.weight_bytes == pytest.approx(sum(stored.kinds.values()) + 2 * norms, abs=4)
+    assert shape.outside_bytes == pytest.approx(199 * (144 + 210) + 2 * 256, abs=4)

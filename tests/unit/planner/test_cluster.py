@@ -20,6 +20,7 @@ from megakv.costmodel.shape import LayerShape, ModelShape
 from megakv.engine.config import load_config
 from megakv.planner.choices import Demand, Fit, Mesh, choice_config, meshes, tp_sizes
 from megakv.planner.cluster import ClusterPlanner, Plan
+from megakv.weights.formats.sizes import KNOWN
 
 LARGE = ROOT / "recipes" / "llama3_405b"
 RDMA = hardware("h100-rdma")
@@ -187,6 +188,23 @@ def test_what_is_compressed_goes_off_the_accelerator_where_nothing_else_fits() -
     spec = RDMA.spec.model_copy(update={"memory_bytes": int((exact.total + both.total) / 2 / 0.95), "fp8_flops": None})
     choices = ClusterPlanner(replace(RDMA, spec=spec), model).plan(demand).choices
     assert choices[0].fit.offload and choices[0].fit.kept_share < 1 and choices[0].ttit_s > 0
+
+
+def test_weights_of_few_bits_fit_small_hosts() -> None:
+    """Llama 3.1 8B as Q4_K_M, 4.9 GB, on two hosts of 8 GB: all 16 bits of its weights do not fit."""
+    model = ModelShape.from_path(ROOT / "recipes" / "llama3_8b", dtype=torch.bfloat16)
+    host = hardware("cpu")
+    host = replace(host, spec=host.spec.model_copy(update={"memory_bytes": 8 * 10**9}))
+    demand = Demand(context=8192, gpus=2)
+    with pytest.raises(MegaKVError, match="no plan fits 2 x 8 GB"):
+        ClusterPlanner(host, model).plan(demand)
+    packed = replace(model, packed=KNOWN["Q4_K_M"])
+    assert packed.weight_bytes == pytest.approx(4.92e9, rel=0.01)
+    best = ClusterPlanner(host, packed).plan(demand).choices[0]
+    assert best.fit == Fit() and "weights" not in choice_config(best, host, packed)["megakv"]
+    eight = replace(model, packed=KNOWN["q4_1"])
+    best = ClusterPlanner(host, eight).plan(demand).choices[0]
+    assert choice_config(best, host, eight)["megakv"]["weights"] == {"format": "q4_1"}
 
 
 def test_the_largest_model_on_128() -> None:

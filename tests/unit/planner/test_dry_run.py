@@ -30,6 +30,7 @@ from megakv.planner.dry_run.run import VirtualRank, token_counts
 from megakv.planner.dry_run.share import ShapeRuntime, run_shapes
 from megakv.weights.placement import WHOLE, SliceSpec, contiguous_head_map, head_counts, plan_placement
 from tests.families import FAMILIES, llama, llama_mha, opt
+from tests.gguf_files import config_of
 
 
 def saved(config: PreTrainedConfig, folder: Path) -> Path:
@@ -66,6 +67,18 @@ def test_weights_are_those_that_loading_keeps(family: str, tmp_path: Path) -> No
         assert [rank.weight_bytes for rank in found.ranks] == loaded * 2
         assert [(rank.cp_rank, rank.tp_rank) for rank in found.ranks] == [(c, t) for c in range(2) for t in range(tp)]
         assert sum(rank.tokens for rank in found.ranks) == 33 * tp
+
+
+@pytest.mark.parametrize("weights", ["int8", "q4_1"])
+def test_blocks_are_those_that_loading_keeps(weights: str, tmp_path: Path) -> None:
+    folder = saved(config_of("qwen2"), tmp_path)
+    for rank in range(2):
+        loaded = build_model(
+            folder, dtype=torch.bfloat16, load="random", weights=weights, tp_rank=rank, tp_size=2,
+            all_reduce=lambda t: t,
+        )  # fmt: skip
+        found = dry_run(folder, settings(tp=2, weights={"format": weights}), context=9).ranks[rank]
+        assert found.weight_bytes == loaded.bytes_kept
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3", "gpt_oss"])

