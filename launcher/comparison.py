@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,13 @@ def compare_turns(
 
 
 def _plain_model(directory: Path, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The whole model as transformers has it, with the weights of a GGUF file unpacked."""
+    """The whole model as transformers has it, with the weights of a GGUF file unpacked.
+
+    So are those of a format for which transformers lacks a package.
+    """
     if gguf_of(directory) is None:
-        return model_class(config).from_pretrained(directory, config=config, dtype=dtype).eval()
+        with suppress(ImportError):
+            return model_class(config).from_pretrained(directory, config=config, dtype=dtype).eval()
     loaded = build_model(directory, dtype=dtype, all_reduce=lambda tensor: tensor)
     unpack_modules(loaded.module, dtype)
     return loaded.module
