@@ -20,7 +20,6 @@ from transformers.quantizers.quantizers_utils import get_module_from_name
 from megakv.injection.ownership import SPENT_ATTRIBUTE
 from megakv.injection.support import check_support
 from megakv.offload.config import OffloadConfig
-from megakv.weights.adapter import AdapterWeights
 from megakv.weights.fingerprint import module_digests, plain_parts
 from megakv.weights.folder import local_directory, model_class, read_config, read_generation_config
 from megakv.weights.formats import AS_STORED, LoadRequest, WeightFormat, choose_format
@@ -174,6 +173,8 @@ def build_model(
         for note in form.notes if progress else ():
             logger.warning("%s", note)
         if adapter is not None:
+            from megakv.weights.adapter import AdapterWeights
+
             source = changed = AdapterWeights(stored, adapter, model, dtypes, stored.unexpected)
             contents |= {"adapter": changed.config.contents()}
     if tp_size > 1 or form.at_load:

@@ -13,7 +13,6 @@ from torch import Tensor
 from megakv.attention.device_step import LayerKind
 from megakv.attention.reference import Scoring
 from megakv.attention.runahead import Runahead
-from megakv.attention.spread import spread_step
 from megakv.attention.step import load_step, token_step
 from megakv.base.device import upload
 from megakv.cache.cache import ShardedCache
@@ -134,6 +133,8 @@ class Runtime(LayerAttention):
         prompt = None
         if one is None and plain and method == "all_gather" and workload is not None and self._steps():
             if workload.total <= self.traits.spread_rows:
+                from megakv.attention.spread import spread_step
+
                 prompt = spread_step(layout, cache, self.comm, pairs=self.traits.pairs)
         return PassPlan(
             token_step=one,

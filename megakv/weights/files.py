@@ -15,7 +15,6 @@ from torch import Tensor
 
 from megakv.base.errors import MegaKVError
 from megakv.weights.gguf import gguf_of
-from megakv.weights.gguf_file import GgufFile
 from megakv.weights.lazy import LazyTensor
 from megakv.weights.placement.slices import Ranges
 
@@ -43,6 +42,8 @@ def weight_files(directory: Path) -> dict[str, Path]:
     """The files that decide a checkpoint's weights, by name; none where `StoredTensors` says what is wrong with it."""
     with suppress(MegaKVError):
         if (source := gguf_of(directory)) is not None:
+            from megakv.weights.gguf_file import GgufFile
+
             return {path.name: path for path in GgufFile(source).files}
         found = _weight_map(directory)
         names = [SINGLE] if found is None else [INDEX, *sorted(set(found.values()))]

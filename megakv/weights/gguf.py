@@ -13,7 +13,7 @@ import shutil
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from megakv.base.errors import MegaKVError, require_extra
 from megakv.base.json_files import read_json
 from megakv.base.tensor_files import sync
 from megakv.weights.file_digests import CACHE
-from megakv.weights.gguf_file import GgufFile, unpacked
+
+if TYPE_CHECKING:
+    from megakv.weights.gguf_file import GgufFile
 
 SUFFIX = ".gguf"
 POINTER = "gguf.json"
@@ -62,6 +64,8 @@ def gguf_directory(source: Path, cache: Path = CACHE) -> Path:
     if not source.is_file():
         raise MegaKVError(f"model {str(source)!r}: there is no such GGUF file")
     require_extra("gguf", f"model {source}")
+    from megakv.weights.gguf_file import GgufFile
+
     file = GgufFile(source.resolve())
     target = cache / f"{source.stem}-{_identity(file)}"
     try:
@@ -166,6 +170,8 @@ def _correct_rotary(config: PreTrainedConfig, file: GgufFile) -> None:
     original = file.metadata.get(f"{prefix}.original_context_length")
     if ROTARY in file.tensors:
         tensor = file.tensors[ROTARY]
+        from megakv.weights.gguf_file import unpacked
+
         divisors = unpacked(tensor, tensor.read()).double().flatten()
         if torch.allclose(divisors, torch.ones_like(divisors), rtol=1e-5):
             return

@@ -20,9 +20,9 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
         "int8": "megakv.weights.formats.blocks_at_load:Int8Format",
         "q4_1": "megakv.weights.formats.blocks_at_load:Q41Format",
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
-        "gguf": "megakv.weights.formats.gguf:GgufFormat",
-        # The last one takes what no other has recognised.
+        # The first that recognises a folder takes it; others are not loaded.
         PLAIN: "megakv.weights.formats.plain:PlainFormat",
+        "gguf": "megakv.weights.formats.gguf:GgufFormat",
     },
 )
 QUANTISED: Registry[type[WeightFormat]] = Registry(
