@@ -59,10 +59,11 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     if setting == AS_STORED:
         return stored(directory)
     chosen = FORMATS[setting](directory)
-    if (held := stored(directory).quantised) is not None:
+    held = stored(directory)
+    if held.quantised is not None:
         raise ValueError(
-            f"megakv.weights.format = {setting!r}: {directory} holds quantised weights already ({held}); leave it out, "
-            f"or give {AS_STORED!r}"
+            f"megakv.weights.format = {setting!r}: {held.origin} holds quantised weights already ({held.quantised}); "
+            f"leave it out, or give {AS_STORED!r}"
         )
     return chosen
 

@@ -59,6 +59,11 @@ class WeightFormat:
         return not cls.at_load
 
     @property
+    def origin(self) -> Path | None:
+        """The folder or file that a user knows the weights by."""
+        return self.directory
+
+    @property
     def quantised(self) -> str | None:
         """The types that stored weights are quantised in, as a user knows them; None for plain ones."""
         return None
