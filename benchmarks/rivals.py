@@ -116,6 +116,7 @@ def report(rows: Rows) -> tuple[Summary, list[Any]]:
     for dtype, length in dict.fromkeys((row["dtype"], row["context"]) for row in rows):
         cell = [row for row in rows if (row["dtype"], row["context"]) == (dtype, length)]
         own, rivals = [[row for row in cell if RIVALS[row["rival"]].own == ours] for ours in (True, False)]
+        own = [row for row in own if row["weights"] == dtype]
         for measure, (key, scale, unit) in MEASURES.items():
             same = [row for row in rivals if row["weights"] == dtype]
             if not own or not same:

@@ -3,7 +3,7 @@
 # own, and SmolLM2-135M-Instruct in the types that they read. What is there is left as it is. A rival that cannot be had
 # is not waited for: .rivals/NAME.failed says why, and so does the benchmark's table.
 # serving.py also takes guidellm, a client that others measure servers with.
-#   bash benchmarks/rivals.sh [vllm] [llama_cpp] [guidellm]           # all without names; 1.5 GB to fetch
+#   bash benchmarks/rivals.sh [vllm] [llama_cpp] [llama_native] [guidellm]     # all without names; 1.5 GB to fetch
 # PYTHON=/path/to/python chooses another Python than the project's; its version must have wheels of all.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -50,6 +50,12 @@ PY
     done
 }
 
+llama_native() {
+    # Its source, so that the compiler knows this processor: wheels have no AVX-512. It takes minutes.
+    CMAKE_ARGS=-DGGML_NATIVE=ON pip_into llama_native --no-binary llama-cpp-python llama-cpp-python==0.3.36 || return 1
+    .rivals/llama_native/bin/python -c 'import llama_cpp' >>"$log" 2>&1
+}
+
 guidellm() {
     # The default index's torch is a CUDA build of several GB.
     pip_into guidellm --retries 1 --timeout 20 --extra-index-url "$torch_cpu" torch==2.13.0+cpu || return 1
@@ -78,11 +84,11 @@ make() {
 
 model=$(python recipes/smollm2/weights.py --unpacked 2>>"$log") || { say "no model: $(tail -n 1 "$log")"; exit 1; }
 say "model: $model"
-for name in "${@:-vllm llama_cpp guidellm}"; do
+for name in "${@:-vllm llama_cpp llama_native guidellm}"; do
     for each in $name; do
         case $each in
-            vllm | llama_cpp | guidellm) make "$each" ;;
-            *) say "$each is no rival with an environment of its own: vllm, llama_cpp, guidellm"; exit 2 ;;
+            vllm | llama_cpp | llama_native | guidellm) make "$each" ;;
+            *) say "$each is no rival with an environment of its own: vllm, llama_cpp, llama_native, guidellm"; exit 2 ;;
         esac
     done
 done

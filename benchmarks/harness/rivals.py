@@ -45,7 +45,7 @@ class Rival:
     own: bool = False
 
 
-TORCH, LLAMA_CPP = "torch_worker.py", "llama_cpp_worker.py"
+TORCH, LLAMA_CPP, LLAMA_NATIVE = "torch_worker.py", "llama_cpp_worker.py", "llama_native_worker.py"
 RIVALS = {
     "transformers": Rival("transformers", TORCH, "transformers"),
     "deepspeed": Rival("DeepSpeed", TORCH, "deepspeed"),
@@ -53,7 +53,11 @@ RIVALS = {
     "vllm": Rival("vLLM for CPUs", "vllm_worker.py", environment="vllm"),
     "llama_cpp": Rival("llama.cpp", LLAMA_CPP, environment="llama_cpp"),
     "llama_cpp_q4": Rival("llama.cpp, 4-bit weights", LLAMA_CPP, environment="llama_cpp", weights="q4_1"),
+    "llama_native": Rival(
+        "llama.cpp built here, 4-bit weights", LLAMA_NATIVE, environment="llama_native", weights="q4_1"
+    ),
     "megakv": Rival("MegaKV", TORCH, "megakv", own=True),
+    "megakv_q4": Rival("MegaKV, 4-bit weights", TORCH, "megakv", weights="q4_1", own=True),
     "megakv_cp2": Rival("MegaKV, CP 2", TORCH, "megakv", ranks=2, own=True),
     "megakv_hosts": Rival("MegaKV, CP 2, two hosts", TORCH, "megakv", ranks=2, hosts=True, own=True),
 }
@@ -73,7 +77,9 @@ class Turn:
 class Worker:
     """A rival that has read the model and waits, asleep; a MegaKVError says why it cannot be had, or ended."""
 
-    def __init__(self, name: str, model: Path, dtype: str, *, cores: Sequence[int], positions: int):
+    def __init__(
+        self, name: str, model: Path, dtype: str, *, cores: Sequence[int], positions: int, weights: Path | None = None
+    ):
         rival = self.rival = RIVALS[name]
         self._stack = ExitStack()
         self._folder = Path(self._stack.enter_context(TemporaryDirectory(prefix="megakv-rival-")))
@@ -90,7 +96,9 @@ class Worker:
         }
         try:
             python = environment(rival)
-            if rival.worker == LLAMA_CPP:
+            if weights is not None:
+                settings["weights"] = str(weights)
+            elif rival.weights or rival.worker == LLAMA_CPP:
                 settings["weights"] = gguf(model, rival.weights or dtype)
             (self._folder / "settings.json").write_text(json.dumps(settings))
             self._start(python, settings)

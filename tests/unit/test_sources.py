@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 VECTOR_TESTS = [
     f"attention/test_{name}.py" for name in ("compiled", "linear", "layer", "prefill", "step", "token_layer")
-]
+] + [f"weights/test_packed_{name}.py" for name in ("product", "layers")]
 KERNEL_TESTS = [*VECTOR_TESTS, "attention/test_bounds.py", "test_channel.py"]
 MOST_S = 1500
 

@@ -52,15 +52,24 @@ def megakv_engine(model: Any, stack: ExitStack) -> tuple[Any, str]:
 
     config = {"dtype": SETTINGS["dtype"], "megakv": {"context_parallel": {"size": SETTINGS["ranks"]}}}
     stack.callback(megakv.stop_distributed)
-    return stack.enter_context(megakv.init_inference(model, config=config)), megakv.__version__
+    engine = stack.enter_context(megakv.init_inference(model, config=config))
+    without_stop(engine.module)
+    return engine, megakv.__version__
+
+
+def without_stop(model: Any) -> None:
+    """Let the number of tokens be the benchmark's, whatever they are."""
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
 
 
 def main() -> None:
     torch.set_num_threads(SETTINGS["threads"])
-    model = transformers.AutoModelForCausalLM.from_pretrained(SETTINGS["model"], dtype=DTYPES[SETTINGS["dtype"]]).eval()
-    # The number of tokens is the benchmark's, whatever they are.
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
+    model: Any = SETTINGS.get("weights")
+    if model is None:
+        dtype = DTYPES[SETTINGS["dtype"]]
+        model = transformers.AutoModelForCausalLM.from_pretrained(SETTINGS["model"], dtype=dtype).eval()
+        without_stop(model)
     with ExitStack() as stack:
         engine, version = model, transformers.__version__
         if SETTINGS["library"] == "deepspeed":
@@ -73,7 +82,8 @@ def main() -> None:
             with torch.inference_mode():
                 engine.generate(torch.tensor([prompt]), **options)
 
-        serve(SETTINGS, {"version": version, "torch": torch.__version__}, generate)
+        stored = sum(weight.nbytes for weight in engine.module.parameters()) if engine is not model else None
+        serve(SETTINGS, {"version": version, "torch": torch.__version__, "weight_bytes": stored}, generate)
 
 
 if __name__ == "__main__":

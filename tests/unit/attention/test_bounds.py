@@ -130,6 +130,14 @@ def test_products() -> None:
     for given in ((x[:, 1:], weight, bias), (x, weight[:, 1:], bias), (x, weight, bias[1:])):
         with refused("weights"):
             kernel(*given)
+    x, packed = torch.randn(3, 64), torch.zeros(5, 40, dtype=torch.uint8)
+    kernel(x, packed, blocks=3)
+    # No such type; rows that are no whole blocks, or lie one in the other.
+    for given, memory, blocks in ((x, packed, 1), (x[:, 1:], packed, 3), (x, packed[:, 1:], 12), (x, packed, 8)):
+        with refused("weights"):
+            kernel(given, memory, blocks=blocks)
+        with refused("weights"):
+            kernel.unpack(memory, given.shape[1], blocks, torch.empty(5, given.shape[1]))
 
 
 def test_rows_of_a_step() -> None:
