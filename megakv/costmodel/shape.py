@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
@@ -27,9 +27,11 @@ from megakv.costmodel.config_sizes import (
     windows,
 )
 from megakv.weights.folder import local_directory, model_class, read_config
-from megakv.weights.formats.sizes import PackedBits, bits_in
 from megakv.weights.gguf import SUFFIX
 from megakv.weights.placement import head_counts
+
+if TYPE_CHECKING:
+    from megakv.weights.formats.sizes import PackedBits
 
 LOG_SUM_EXP_COLUMNS = 1
 """A partial output travels with its log-sum-exp: one more column beside the head dimension."""
@@ -183,6 +185,8 @@ class ModelShape:
             config = read_config(directory)
         except (ValueError, MegaKVError) as error:
             raise ValueError(f"no model config in {str(path)!r}: {error}") from error
+        from megakv.weights.formats.sizes import bits_in
+
         shape = cls.from_config(config, dtype=dtype)
         return replace(shape, packed=None if config_file else bits_in(directory, shape.element_bytes))
 

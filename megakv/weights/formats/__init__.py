@@ -22,7 +22,7 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
         "gguf": "megakv.weights.formats.gguf:GgufFormat",
         # The last one takes what no other has recognised.
-        PLAIN: "megakv.weights.formats.plain:PlainFormat",
+        PLAIN: "megakv.weights.formats.format:PlainFormat",
     },
 )
 

@@ -103,3 +103,9 @@ class WeightFormat:
     def contents(self, tp_size: int) -> dict[str, str]:
         """What else decides the values of weights, for digests."""
         return {}
+
+
+class PlainFormat(WeightFormat):
+    """Weights of a floating-point type, multiplied as they are: what most folders of safetensors hold."""
+
+    name = "plain"
