@@ -21,7 +21,7 @@ FORMATS: Registry[type[WeightFormat]] = Registry(
         "q4_1": "megakv.weights.formats.blocks_at_load:Q41Format",
         "fp8": "megakv.weights.formats.fp8:Fp8Format",
         # The first that recognises a folder takes it; others are not loaded.
-        PLAIN: "megakv.weights.formats.plain:PlainFormat",
+        PLAIN: "megakv.weights.formats.format:PlainFormat",
         "gguf": "megakv.weights.formats.gguf:GgufFormat",
     },
 )
@@ -70,10 +70,11 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     if setting == AS_STORED:
         return stored(directory)
     chosen = FORMATS[setting](directory)
-    if (held := stored(directory).quantised) is not None:
+    held = stored(directory)
+    if held.quantised is not None:
         raise ValueError(
-            f"megakv.weights.format = {setting!r}: {directory} holds quantised weights already ({held}); leave it out, "
-            f"or give {AS_STORED!r}"
+            f"megakv.weights.format = {setting!r}: {held.origin} holds quantised weights already ({held.quantised}); "
+            f"leave it out, or give {AS_STORED!r}"
         )
     return chosen
 

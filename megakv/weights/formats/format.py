@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from megakv.weights.checkpoint import CheckpointWeights
+from megakv.weights.gguf import gguf_of
 from megakv.weights.placement.slices import SliceSpec
 from megakv.weights.sources import WeightSource
 
@@ -69,6 +70,11 @@ class WeightFormat:
         return not cls.at_load
 
     @property
+    def origin(self) -> Path | None:
+        """The folder or file that a user knows the weights by."""
+        return self.directory
+
+    @property
     def quantised(self) -> str | None:
         """The types that stored weights are quantised in, as a user knows them; None for plain ones."""
         return None
@@ -108,3 +114,13 @@ class WeightFormat:
     def contents(self, tp_size: int) -> dict[str, str]:
         """What else decides the values of weights, for digests."""
         return {}
+
+
+class PlainFormat(WeightFormat):
+    """Weights of a floating-point type, multiplied as they are: what most folders of safetensors hold."""
+
+    name = "plain"
+
+    @classmethod
+    def recognises(cls, directory: Path, config: PreTrainedConfig) -> bool:
+        return gguf_of(directory) is None

@@ -225,6 +225,10 @@ class GgufFormat(WeightFormat):
         return GgufFile(source)
 
     @property
+    def origin(self) -> Path:
+        return self.file.path
+
+    @property
     def quantised(self) -> str | None:
         return ", ".join(kind for kind in self.file.kinds if kind not in PLAIN) or None
 

@@ -251,7 +251,7 @@ def test_files_of_less_than_a_model(tmp_path: Path, cache: Path) -> None:
 
 def test_what_is_quantised_is_not_quantised_again(tmp_path: Path, cache: Path) -> None:
     folder = gguf_directory(write_gguf(tmp_path / "tiny.gguf", config_of("llama"), "Q5_0"), cache)
-    message = r"megakv.weights.format = 'int8': \S+ holds quantised weights already \(Q5_0\); leave it out"
+    message = r"megakv.weights.format = 'int8': \S+tiny\.gguf holds quantised weights already \(Q5_0\); leave it out"
     with pytest.raises(ValueError, match=message):
         build_model(folder, **HERE, weights="int8")
 
