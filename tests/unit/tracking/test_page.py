@@ -177,7 +177,7 @@ def test_what_ran_is_known_of_other_kinds_of_runs() -> None:
     }
     plain.config["megakv"]["fairkv"]["budget"] = 256.0
     assert methods(plain)["keys and values"] == "compressed by snapkv, budget 256 (lossy)"
-    plain.config = {"megakv": [1], "simulated": {"method": "offload"}}
+    plain.config, plain.weights = {"megakv": [1], "simulated": {"method": "offload"}}, None
     assert methods(plain) == {"prefill": "tensor parallelism alone", "keys and values": "off the accelerator"}
 
 
