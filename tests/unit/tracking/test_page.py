@@ -169,7 +169,7 @@ def test_what_ran_is_known_of_other_kinds_of_runs() -> None:
     plain = random_report(random.Random(2), cp=1, tp=2)
     plain.methods = {"prefill": {"pass_kv": 3}}
     section = {"fairkv": {"method": "snapkv", "budget": 0.25}, "weights": {"format": "fp8"}}
-    plain.config = {"megakv": section, "dtype": "x"}
+    plain.config, plain.weights = {"megakv": section, "dtype": "x"}, "fp8"
     assert methods(plain) == {
         "prefill": "tensor parallelism alone",
         "keys and values": "compressed by snapkv, budget 0.25 (lossy)",
@@ -177,7 +177,7 @@ def test_what_ran_is_known_of_other_kinds_of_runs() -> None:
     }
     plain.config["megakv"]["fairkv"]["budget"] = 256.0
     assert methods(plain)["keys and values"] == "compressed by snapkv, budget 256 (lossy)"
-    plain.config = {"megakv": [1], "simulated": {"method": "offload"}}
+    plain.config, plain.weights = {"megakv": [1], "simulated": {"method": "offload"}}, None
     assert methods(plain) == {"prefill": "tensor parallelism alone", "keys and values": "off the accelerator"}
 
 
