@@ -173,6 +173,7 @@ class WholeLayersCall:
             found = [Moment(name, sent, at[place], at[place + 1]) for name, sent, place in places]
             if spread is not None:
                 sent = layer.message_bytes(spread.rows) * (len(layer.channels["partial"].ranks) - 1)
-                found = [each._replace(part="keys", sent=sent) if each.sent else each for each in found]
+                # There the message comes first, in steps the attention that it is of.
+                found = [each._replace(part="keys", sent=sent) if each.sent else each for each in reversed(found)]
             moments.append(found)
         return out, moments

@@ -56,13 +56,11 @@ class ShardedCache(TransformersCache):
         rotate: Callable[[int, Tensor, int], Tensor] | None = None,
     ):
         super().__init__(layers)
-        self.size = size
-        self.rank = rank
+        self.size, self.rank = size, rank
         self.compressed: list[list[tuple[int, int]]] = []
         self.windows: list[int | None] = [None] * layers
         self.gone = [0] * layers
-        self.forgets = True
-        self.compresses = compresses
+        self.forgets, self.compresses = True, compresses
         self._new_store, self._shares_heads, self._rotate = new_store, shares_heads, rotate
         self.table = TokenTable(size, 0)
         self._held: list[KVStore | None] = [None] * layers
@@ -201,9 +199,7 @@ class ShardedCache(TransformersCache):
         return store
 
     def preallocate(self, slots: Sequence[int]) -> None:
-        """So many slots will be there in all, of one sequence: memory may be taken for all of them at once, layer by
-        layer.
-        """
+        """Memory may be taken for so many slots of one sequence at once, layer by layer."""
         if self.compresses or self._shares_heads:
             return
         self._expected = [-(-each // self.size) + self.size for each in slots]
@@ -249,8 +245,7 @@ class ShardedCache(TransformersCache):
         twin = self._empty()
         twin.length, twin.compressed = self.length, [list(ranges) for ranges in self.compressed]
         twin.windows, twin.gone, twin.reach = list(self.windows), list(self.gone), self.reach
-        twin.forgets = self.forgets
-        twin.table = self.table.fork()
+        twin.forgets, twin.table = self.forgets, self.table.fork()
         twin._held = [None if store is None else store.fork() for store in self._stores]
         twin._notes = [dict(notes) for notes in self._notes]
         return twin
@@ -273,7 +268,7 @@ class ShardedCache(TransformersCache):
     def nbytes(self) -> int:
         """Bytes of keys and values held on this rank, and of what was noted of their attention."""
         notes = {id(note): note for layer in self._notes for note in layer.values()}
-        stores = sum(store.nbytes() for store in self._stores if store is not None)
+        stores = sum(store.nbytes() for store in filter(None, self._stores))
         return stores + sum(note.nbytes() for note in notes.values())
 
     def head_tokens(self) -> list[list[int]]:
@@ -282,8 +277,8 @@ class ShardedCache(TransformersCache):
             return []
         result: list[list[int]] = []
         for store in self._stores:
-            held = [] if store is None else [store.kept(row) for row in range(self.table.batch)]
-            held = [counts for counts in held if len(counts)]
+            rows = () if store is None else map(store.kept, range(self.table.batch))
+            held = [counts for counts in rows if len(counts)]
             result.append(np.sum(held, axis=0).tolist() if held else [])
         return result
 
@@ -301,9 +296,7 @@ class ShardedCache(TransformersCache):
         All are forgotten where what would stay sees some that a window has left behind, or that were evicted.
         """
         self._new_notes.clear()
-        if slots < self.reach:
-            slots = 0
-        if slots == 0:
+        if (slots := slots if slots >= self.reach else 0) == 0:
             self.gone, self.reach = [0] * len(self), 0
         self.length = min(self.length, slots)
         self.compressed = [
@@ -322,6 +315,5 @@ class ShardedCache(TransformersCache):
         self._notes = [
             {row: notes[source] for row, source in enumerate(index) if source in notes} for notes in self._notes
         ]
-        for store in self._stores:
-            if store is not None:
-                store.reorder(index)
+        for store in filter(None, self._stores):
+            store.reorder(index)

@@ -79,7 +79,8 @@ std::vector<std::vector<Run>> unpacked(const Step& s, const Spread& spread, int6
       const int64_t from = piece.rank * spread.sequences + sequence, count = spread.counts[from];
       const T* const keys = begins[from] + piece.first * s.key_dim;
       const T* const values = begins[from] + s.kv_heads * count * s.key_dim + piece.first * s.value_dim;
-      found[sequence].push_back({keys, values, piece.rows, count * s.key_dim, s.key_dim, count * s.value_dim, s.value_dim});
+      found[sequence].push_back(
+          {keys, values, piece.rows, count * s.key_dim, s.key_dim, count * s.value_dim, s.value_dim, 0, 0});
     }
   return found;
 }

@@ -81,8 +81,7 @@ class Communicator:
                 f"rank {self.mesh.rank}: {self.watch.describe(*missing)} did not come back after an earlier failure; "
                 "start all ranks again, or make a new engine with megakv.init_inference on all of them"
             )
-        apart = self.watch.failures.apart
-        if apart:
+        if apart := self.watch.failures.apart:
             self.watch.sever()
         # First: a rank that makes its next call later is waited for, whatever became of the groups before.
         self.watch.failures.renew(life=apart)
@@ -201,8 +200,6 @@ class Communicator:
         assert work is not None
         return Transfer(self, [work], operation, layer, (peer,), posted)
 
-    # Collectives
-
     def all_gather(
         self, tensor: Tensor, over: Over = "cp", *, operation: str, layer: int | None, receive: Tensor | None = None
     ) -> Tensor:
@@ -242,10 +239,8 @@ class Communicator:
 
         def exchange(_: dist.ProcessGroup) -> None:
             ranks, own = self.mesh.cp_ranks, self.mesh.cp_rank
-            out, into = (
-                dict(zip(ranks, pieces, strict=True))
-                for pieces in (send.split(send_counts), received.split(receive_counts))
-            )
+            out = dict(zip(ranks, send.split(send_counts), strict=True))
+            into = dict(zip(ranks, received.split(receive_counts), strict=True))
             into.pop(ranks[own]).copy_(out.pop(ranks[own]))
             for work in self._swap(out, into):
                 work.wait()
@@ -288,8 +283,6 @@ class Communicator:
 
         self._collective(tell, over, operation, layer, sent)
         return tensor
-
-    # Small objects, among all ranks
 
     def broadcast_object(self, value: T) -> T:
         """Rank 0's small object, on every rank."""

@@ -58,8 +58,7 @@ class ForwardHooks:
         in_memory: bool = True,
         graphs: bool = True,
     ):
-        self._runtime = runtime
-        self.new_cache = new_cache
+        self._runtime, self.new_cache = runtime, new_cache
         self._signature = inspect.signature(type(model).forward)
         self._keeps_logits = "logits_to_keep" in self._signature.parameters
         self._positions = Positions(model)
@@ -71,8 +70,7 @@ class ForwardHooks:
             # A processor without them would compute other numbers from the same call.
             everywhere = runtime.comm.gather_objects(multiplies_pairs(model.dtype))
             products = replace(products, pairs=products.pairs and all(everywhere))
-        self.products = products
-        self._linears = FewRowsLinears(model, products)
+        self.products, self._linears = products, FewRowsLinears(model, products)
         self._slices: LinearSlices | None = None
         if here and runtime.planner.may_slice:
             self._slices = LinearSlices(

@@ -66,7 +66,6 @@ class GatheredRows:
         self, linears: Sequence[nn.Linear], comm: Communicator, over: Over, rank: int, size: int, layer: int | None
     ):
         self._linears, self._comm, self._over, self._layer = linears, comm, over, layer
-        self._operation = "linear_gather"
         rows = [linear.weight.shape[0] for linear in linears]
         self.own: dict[int, Slice] = {}
         """This rank's slices, by the identity of their linears: of some it may have none."""
@@ -100,7 +99,7 @@ class GatheredRows:
         """``[..., out of all]`` from this rank's run of it."""
         if (missing := max(self.widths) - own.shape[-1]) > 0:
             own = F.pad(own, (0, missing))
-        gathered = self._comm.all_gather(own, self._over, operation=self._operation, layer=self._layer)
+        gathered = self._comm.all_gather(own, self._over, operation="linear_gather", layer=self._layer)
         if own.numel() == self.widths[-1]:
             # Of one row all runs, which are equally long, lie one behind the other.
             return gathered.view(*own.shape[:-1], -1)
@@ -122,8 +121,7 @@ class SummedColumns:
         """``[..., in]`` to ``[..., out]``."""
         start, stop = self.columns
         x = x[..., start:stop] if x.shape[-1] == self._inputs else x
-        own = self.own.product(x)
-        out = summed(self.summands(own))
+        out = summed(self.summands(self.own.product(x)))
         return out if linear.bias is None else (out + linear.bias).to(out.dtype)
 
     def summands(self, own: Tensor) -> Tensor:
@@ -209,9 +207,8 @@ class LinearSlices:
             layers, rows = nn.ModuleList(), frozenset()
         for index, layer in enumerate(layers):
             self._cut_layer(index, layer, model_type, rows)
-        count = max(len(layers), 1)
         # One answer for all layers and ranks: they meet in each.
-        found = pays({kind: nbytes // count for kind, nbytes in self._spared.items()})
+        found = pays({kind: nbytes // max(len(layers), 1) for kind, nbytes in self._spared.items()})
         self.gains = found["feed_forward"]
         if found["inputs"]:
             for index, linears_in in self._inputs:
@@ -295,11 +292,10 @@ class LinearSlices:
         self._spare("feed_forward", sliced.experts.gate_up_proj[0], sliced.experts.down_proj[0])
 
     def _cut_head(self, head: Any) -> None:
-        mesh = self._comm.mesh
+        comm, mesh = self._comm, self._comm.mesh
         if self._known([head]) and head.weight.shape[0] >= mesh.world_size:
             # All ranks have it whole.
-            rows = GatheredRows([head], self._comm, "world", mesh.rank, mesh.world_size, None)
-            self._install([head], rows, last=True)
+            self._install([head], GatheredRows([head], comm, "world", mesh.rank, mesh.world_size, None), last=True)
 
     def _known(self, linears: Sequence[Any]) -> bool:
         return bool(linears) and all(id(linear) in self._forwards for linear in linears)

@@ -116,6 +116,8 @@ class TokenLayers:
         memory that they share. Collective.
         """
         channel, mesh = self._comm.channels.get("cp"), self._comm.mesh
+        if mesh.cp_size == 1:
+            return False
         if found := channel is not None and channel.in_memory and mesh.tp_size == 1 and bool(self.layers):
             self._look()
         return all(self._comm.gather_objects(found and all(own.known for own in self.layers)))

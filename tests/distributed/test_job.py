@@ -60,7 +60,7 @@ def check_outcome(outcome: RunReport, ranks: int, prompt_tokens: int = PROMPT_TO
     tokens = [rank.tokens for rank in outcome.ranks]
     assert sum(tokens) == prompt_tokens + NEW_TOKENS - 1 and max(tokens) - min(tokens) <= 1
     assert all(rank.host and rank.peak_bytes > rank.kv_bytes > 0 for rank in outcome.ranks)
-    assert outcome.methods["prefill"].keys() <= {"pass_kv", "pass_q", "local"}
+    assert outcome.methods["prefill"].keys() <= {"pass_kv", "pass_q", "local", "all_gather"}
     if ranks > 1:
         sent = [rank.bytes_sent for rank in outcome.ranks]
         assert all(found["pass_kv"] + found.get("pass_q", 0) > 0 and found["logits"] >= 0 for found in sent)
