@@ -14,6 +14,8 @@ from tests.distributed.models import prose, save_model
 RUN = ROOT / "launcher" / "run.py"
 PROMPT_TOKENS = 203
 NEW_TOKENS = 6
+METHODS = ("all_gather", "pass_kv", "pass_q")
+"""How prompts may attend: which is chosen depends on what was measured."""
 
 
 class Job:
@@ -60,10 +62,10 @@ def check_outcome(outcome: RunReport, ranks: int, prompt_tokens: int = PROMPT_TO
     tokens = [rank.tokens for rank in outcome.ranks]
     assert sum(tokens) == prompt_tokens + NEW_TOKENS - 1 and max(tokens) - min(tokens) <= 1
     assert all(rank.host and rank.peak_bytes > rank.kv_bytes > 0 for rank in outcome.ranks)
-    assert outcome.methods["prefill"].keys() <= {"pass_kv", "pass_q", "local", "all_gather"}
+    assert outcome.methods["prefill"].keys() <= {*METHODS, "local"}
     if ranks > 1:
         sent = [rank.bytes_sent for rank in outcome.ranks]
-        assert all(found["pass_kv"] + found.get("pass_q", 0) > 0 and found["logits"] >= 0 for found in sent)
+        assert all(found["logits"] >= 0 and any(found.get(name) for name in METHODS) for found in sent)
         assert outcome.methods["decode"].keys() == {"replicated"}
     assert {"torch", "transformers", "deepspeed", "megakv"} <= outcome.versions.keys()
     assert outcome.machine
