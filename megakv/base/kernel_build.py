@@ -26,7 +26,7 @@ VECTORS = {
 """Flags by what PyTorch found the processor capable of: a folder may be shared by machines that differ in that."""
 PAIRS = ("-mavx512bf16",)
 """Flags beside AVX512's, where the compiler knows them: what is made with them asks the processor before using them."""
-COMPILE_S = 120
+COMPILE_S = 300
 
 
 def flags_for(capability: str) -> Iterator[tuple[str, ...]]:
