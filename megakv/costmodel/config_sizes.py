@@ -58,4 +58,7 @@ def experts(text: Any) -> tuple[int, int]:
 def positions(text: Any) -> int | None:
     """Tokens that a sequence may have, the answer included; None where the config does not say."""
     found = getattr(text, "max_position_embeddings", None) or getattr(text, "max_seq_len", None)
-    return None if found is None else int(found)
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Dynamic NTK's frequencies stretch beyond the original length, which the config names, by its factor.
+    factor = rope.get("factor") if rope.get("rope_type") == "dynamic" else None
+    return None if found is None else int(found * (factor or 1))

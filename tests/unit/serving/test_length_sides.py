@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import megakv
+from megakv.costmodel.config_sizes import positions
 from megakv.injection.policy import rope_sides
 from megakv.serving.loop import ServingLoop
 from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
@@ -132,3 +133,11 @@ def test_sides_are_those_of_the_config() -> None:
     assert longrope is not None and [longrope.of(length) for length in (1, 64, 65, 900)] == [0, 0, 65, 65]
     assert phi3 is not None and phi3.restarts and not longrope.restarts
     assert dynamic is not None and [dynamic.of(length) for length in (64, 65, 900)] == [0, 65, 900]
+
+
+def test_dynamic_frequencies_reach_beyond_the_original_length() -> None:
+    """What a server takes is the stretched length: the config names the one before."""
+    config = llama_dynamic_rope()
+    factor = config.rope_parameters["factor"]
+    assert positions(config) == factor * config.max_position_embeddings > config.max_position_embeddings
+    assert positions(llama_longrope()) == llama_longrope().max_position_embeddings
