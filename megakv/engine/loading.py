@@ -68,8 +68,14 @@ def empty_model(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel
     A model that transformers does not know or that MegaKV cannot serve is a `ValueError`.
     """
     family = model_class(config)
-    with init_empty_weights(include_buffers=False), no_init_weights():
-        model = family._from_config(config, dtype=dtype)
+    try:
+        with init_empty_weights(include_buffers=False), no_init_weights():
+            model = family._from_config(config, dtype=dtype)
+    except RuntimeError as error:  # each parameter is asked of the memory, though not used, before it is made empty
+        reason = str(error).partition("\n")[0]
+        raise ValueError(
+            f"a model of type {config.model_type!r} has no sizes by its config that fit: {reason}"
+        ) from error
     check_support(family, config)
     model.tie_weights()
     _renew_tables(model, model)

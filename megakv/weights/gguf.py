@@ -9,6 +9,7 @@ import fcntl
 import json
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -47,6 +48,9 @@ ROTARY = "rope_freqs.weight"
 """What frequencies of rotary embeddings are divided by, where a model was made for longer texts."""
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """Settings of such rotary embeddings that all files so far have."""
+
+BLOCK = re.compile(r"blk\.(\d{1,9})\.")
+"""How names of a layer's tensors begin."""
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +127,7 @@ def _write(file: GgufFile, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
     from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+    _check_whole(file)
     first = file.files[0]
     place = {"pretrained_model_name_or_path": str(first.parent), "gguf_file": first.name}
     try:
@@ -154,6 +159,29 @@ def _write(file: GgufFile, folder: Path) -> None:
     except Exception as error:  # tokenizers have their own type for a full disk
         raise OSError(str(error)) from error
     (folder / POINTER).write_text(json.dumps({"file": str(file.path)}))
+
+
+def _check_whole(file: GgufFile) -> None:
+    """Refuse metadata that say another number of layers than is stored, and an output head of another name.
+
+    A module is made for each layer that a config names, be there millions; and a model without a head is tied.
+    """
+    stored = {int(found[1]) for name in file.tensors if (found := BLOCK.match(name))}
+    count = file.metadata.get(f"{file.architecture}.block_count")
+    if isinstance(count, int) and stored and (count != len(stored) or max(stored) >= count):
+        raise MegaKVError(
+            f"model {file.path} has {count} layers by its metadata ({file.architecture}.block_count), and tensors of "
+            f"{len(stored)}; fetch it again"
+        )
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None or "output.weight" in file.tensors:
+        return
+    for name, tensor in file.tensors.items():
+        if tensor is not embedding and tensor.shape == embedding.shape and not BLOCK.match(name):
+            raise MegaKVError(
+                f"model {file.path} has no output.weight, and {name!r} of the same shape, which is no known tensor; "
+                f"fetch it again"
+            )
 
 
 def _token(metadata: Mapping[str, Any], name: str) -> int | None:

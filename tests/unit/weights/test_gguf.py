@@ -217,9 +217,26 @@ def set_scale(data: bytearray, reader: GGUFReader) -> None:
     data[at + 34 * 5 : at + 34 * 5 + 2] = b"\x00\x7e"
 
 
+def rename_head(data: bytearray, reader: GGUFReader) -> bytes:
+    size = struct.pack("<Q", len("output.weight"))
+    return data.replace(size + b"output.weight", size + b"outputhweight")
+
+
+def set_number(name: str, value: int) -> Callable[[bytearray, GGUFReader], None]:
+    def change(data: bytearray, reader: GGUFReader) -> None:
+        field = reader.fields[name]
+        at = field.offset + sum(part.nbytes for part in field.parts[:-1])
+        data[at : at + 4] = struct.pack("<I", value)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (set_number("qwen2.block_count", 1 << 24), r"has 16777216 layers by its metadata .*, and tensors of 2"),
+        (set_number("qwen2.block_count", 1), r"has 1 layers by its metadata \(qwen2\.block_count\), and tensors of 2"),
+        (rename_head, r"no output\.weight, and 'outputhweight' of the same shape"),
         (lambda data, reader: data[:-1000], r"is cut short or no GGUF file \(\S+ ends \d+ bytes behind it\)"),
         (lambda data, reader: data[:100], r"is cut short or no GGUF file \(it ends within its header\)"),
         (lambda data, reader: b"no GGUF at all" * 9, r"is cut short or no GGUF file \(it does not begin with GGUF\)"),
@@ -235,6 +252,13 @@ def test_broken_files_are_named(change: Any, message: str, tmp_path: Path, cache
     with pytest.raises(MegaKVError, match=rf"broken\.gguf.*{message}"):
         build_model(gguf_directory(source, cache), **HERE)
     assert change is set_scale or left_in(cache) == []
+
+
+def test_sizes_that_no_memory_has(tmp_path: Path, cache: Path) -> None:
+    source = write_gguf(tmp_path / "broken.gguf", config_of("qwen2"), "Q8_0")
+    changed(set_number("qwen2.feed_forward_length", 0xFF000200))(source)
+    with pytest.raises(ValueError, match=r"a model of type 'qwen2' has no sizes by its config that fit|fetch it again"):
+        build_model(gguf_directory(source, cache), **HERE)
 
 
 def test_files_of_less_than_a_model(tmp_path: Path, cache: Path) -> None:
