@@ -180,7 +180,14 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     given = [each for each in (x, weight, bias) if each is not None]
     plain = all(type(each) in (Tensor, nn.Parameter) and each.dtype == torch.float32 for each in given)
     here = all(each.device.type == "cpu" and each.layout == torch.strided for each in given)
-    return plain and here and weight.is_contiguous() and x.numel() > 0 and weight.numel() > 0 and not torch.is_grad_enabled()
+    return (
+        plain
+        and here
+        and weight.is_contiguous()
+        and x.numel() > 0
+        and weight.numel() > 0
+        and not torch.is_grad_enabled()
+    )
 
 
 def libraries(dtype: torch.dtype) -> dict[str, Callable[..., Tensor]]:
