@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -19,9 +18,9 @@ from megakv.costmodel.config_sizes import positions
 from megakv.injection.policy import rope_sides
 from megakv.serving.loop import ServingLoop
 from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
-from megakv.serving.settings import ServingSettings
 from tests.families import llama, llama_dynamic_rope, phi3_longrope
 from tests.unit.serving.conftest import MOST_S
+from tests.unit.serving.test_offloaded import served as served_in_chunks
 
 ORIGINAL = 64
 NEW = 12
@@ -42,17 +41,8 @@ def llama_longrope() -> PreTrainedConfig:
 CONFIGS = (llama_longrope, phi3_longrope, llama_dynamic_rope)
 
 
-@contextmanager
-def served(engine: megakv.MegaKVEngine, **settings: Any) -> Iterator[ServingLoop]:
-    loop = ServingLoop(engine, ServingSettings(chunk_tokens=24, **settings))
-    thread = threading.Thread(target=loop.run)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.drain()
-        thread.join(MOST_S)
-    assert not thread.is_alive()
+def served(engine: megakv.MegaKVEngine, **settings: Any) -> AbstractContextManager[ServingLoop]:
+    return served_in_chunks(engine, chunk_tokens=24, **settings)
 
 
 def ask(loop: ServingLoop, prompts: Sequence[Sequence[int]], **options: Any) -> list[tuple[list[int], int]]:

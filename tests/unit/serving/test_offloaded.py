@@ -29,12 +29,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def served(engine: megakv.MegaKVEngine, **settings: Any) -> Iterator[ServingLoop]:
-    loop = ServingLoop(engine, ServingSettings(chunk_tokens=64, **settings))
+    loop = ServingLoop(engine, ServingSettings(**{"chunk_tokens": 64, **settings}))
     thread = threading.Thread(target=loop.run)
     thread.start()
-    yield loop
-    loop.drain()
-    thread.join(MOST_S)
+    try:
+        yield loop
+    finally:
+        loop.drain()
+        thread.join(MOST_S)
     assert not thread.is_alive()
 
 
