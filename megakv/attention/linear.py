@@ -36,7 +36,7 @@ class LinearKernel:
         table = pointer, whole, whole
         self._call, self._unpack = library.megakv_product, library.megakv_unpack
         self._call.argtypes = [number, number, *table, *table, whole, pointer, whole, whole, number, pointer]
-        self._unpack.argtypes = [*table, whole, whole, number, pointer]
+        self._unpack.argtypes = [number, *table, whole, whole, number, pointer]
 
     @staticmethod
     def computes(x: Tensor, weight: Tensor, bias: Tensor | None, most_rows: int | None = FEW_ROWS) -> bool:
@@ -79,11 +79,12 @@ class LinearKernel:
         return out
 
     def unpack(self, packed: Tensor, columns: int, blocks: int, out: Tensor) -> Tensor:
-        """Rows of bytes in such blocks, which may lie further apart, to ``[rows, columns]`` float32 that are there."""
-        assert out.shape == (len(packed), columns) and out.is_contiguous() and out.dtype == torch.float32
+        """Rows of bytes in such blocks, which may lie further apart, to ``[rows, columns]`` in the type that is there."""
+        assert out.shape == (len(packed), columns) and out.is_contiguous()
         threads = torch.get_num_threads()
         address, step = packed.data_ptr(), packed.stride(0)
-        if code := self._unpack(address, step, len(packed), columns, blocks, threads, out.data_ptr()):
+        kind = TYPES[out.dtype]
+        if code := self._unpack(kind, address, step, len(packed), columns, blocks, threads, out.data_ptr()):
             raise fault(code, "rows of a weight")
         return out
 

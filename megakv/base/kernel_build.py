@@ -24,7 +24,7 @@ VECTORS = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c"),
 }
 """Flags by what PyTorch found the processor capable of: a folder may be shared by machines that differ in that."""
-PAIRS = ("-mavx512bf16",)
+PAIRS = ("-mavx512bf16", "-mavx512vnni")
 """Flags beside AVX512's, where the compiler knows them: what is made with them asks the processor before using them."""
 COMPILE_S = 300
 

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <omp.h>
 
-#include "blocks.h"
+#include "bytes.h"
 #include "cells.h"
 #include "products.h"
 #include "rounding.h"
@@ -172,13 +172,16 @@ struct Inputs {
   bool pairs, blocks;
   Space<float> wide;
   Space<uint32_t> narrow;
+  Space<Fixed> fixed;
   const float* from;
 
   // Of rows that are written later, or lie somewhere as they are multiplied, so many elements apart.
   Inputs(int64_t rows, int64_t columns, Way way, const float* lent = nullptr, int64_t lent_step = 0)
       : rows(rows), columns(columns), step(lent ? lent_step : (columns + 2 * LANES - 1) / (2 * LANES) * 2 * LANES),
         pairs(HAS_PAIRS && way.pairs && rows > FEW && !lent), blocks(way.blocks),
-        wide(lent ? 0 : rows * step), narrow(pairs ? rows * step / 2 : 0), from(lent ? lent : wide.data()) {
+        wide(lent ? 0 : rows * step), narrow(pairs ? rows * step / 2 : 0),
+        fixed(blocks && !many() && columns % Fixed::COUNT == 0 && multiplies_bytes() ? rows * parts() : 0),
+        from(lent ? lent : wide.data()) {
     for (int64_t row = 0; row < rows && !lent; ++row) {
       std::fill(&wide[row * step] + columns, &wide[row * step] + step, 0.0f);
       if (pairs) std::fill_n(numbers(row) + columns, step - columns, BFloat16{});
@@ -189,7 +192,10 @@ struct Inputs {
   template <class T>
   Inputs(const T* x, int64_t rows, int64_t columns, Way way, int threads, int64_t x_step = 0)
       : Inputs(rows, columns, way, as_it_lies(x, columns), x_step ? x_step : columns) {
-    if ((const void*)from == x) return;
+    if ((const void*)from == x) {
+      fix();
+      return;
+    }
     if (!x_step) x_step = columns;
     each_row(threads, [&](int64_t row, float* own) {
       each_vector(0, columns, [&](int64_t d, int64_t count) { store(own + d, some(x + row * x_step + d, count)); });
@@ -205,7 +211,17 @@ struct Inputs {
         if (pairs) keep(row, 0, step, own);
       }
     });
+    fix();
   }
+
+  // Rows that are there by now, as integers, if they are multiplied so.
+  void fix() {
+    for (int64_t i = 0; i < fixed.size(); ++i)
+      to_fixed(from + i / parts() * step + i % parts() * Fixed::COUNT, fixed[i]);
+  }
+
+  // Parts of a row of integers.
+  int64_t parts() const { return columns / Fixed::COUNT; }
 
   // Columns [first, last) of a row, whose first one is at `own`: of such as are multiplied by pairs.
   void keep(int64_t row, int64_t first, int64_t last, const float* own) {
@@ -264,15 +280,16 @@ template <class T> class Product {
   int64_t out_step, origin;
 
   template <class Cell> void compute_few(int64_t begin, int64_t end) const {
-    for (int64_t at = begin; at < end; at += SIDE) {
-      const uint8_t* side[SIDE];
+    const int64_t each = kind && x.fixed.size() ? EIGHT : SIDE;
+    for (int64_t at = begin; at < end; at += each) {
+      const uint8_t* side[EIGHT];
       // Beyond the last row that one is taken again.
-      for (int i = 0; i < SIDE; ++i) side[i] = weight + std::min(at + i, end - 1) * step;
-      int64_t ahead = at + 2 * SIDE <= end ? SIDE * step : 0;
+      for (int64_t i = 0; i < each; ++i) side[i] = weight + std::min(at + i, end - 1) * step;
+      int64_t ahead = at + 2 * each <= end ? each * step : 0;
       for (int64_t row = 0; row < x.rows; ahead = 0) {
         const int64_t left = x.rows - row, parts = (left + MOST_ROWS - 1) / MOST_ROWS;
         const int64_t now = (left + parts - 1) / parts;
-        few<MOST_ROWS, Cell>(now, row, side, at, end, ahead);
+        few<MOST_ROWS, Cell>(now, row, side, each, at, end, ahead);
         row += now;
       }
     }
@@ -280,21 +297,28 @@ template <class T> class Product {
 
   // The products of so many rows, R at most.
   template <int R, class Cell>
-  void few(int64_t rows, int64_t row, const uint8_t* const side[SIDE], int64_t at, int64_t end, int64_t ahead) const {
+  void few(int64_t rows, int64_t row, const uint8_t* const* side, int64_t each, int64_t at, int64_t end,
+           int64_t ahead) const {
     if constexpr (R > 1)
-      if (rows < R) return few<R - 1, Cell>(rows, row, side, at, end, ahead);
-    Four total[R];
+      if (rows < R) return few<R - 1, Cell>(rows, row, side, each, at, end, ahead);
+    Four total[R * EIGHT / 4];
     with_kind<T>(kind, [&](auto own) {
       typedef decltype(own) K;
       // Weights in blocks are not rounded to pairs where they need not be.
       if constexpr (std::is_same_v<K, Plain<T>>)
-        multiply_plain<R, T>(x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
-      else
-        multiply_blocks<R, K>(x.cells(row, 0, float{}), x.step, side, x.columns, ahead, total);
+        return multiply_plain<R, T>(x.cells(row, 0, Cell{}), x.step / NUMBERS<Cell>, side, x.columns, ahead, total);
+      else {
+#ifdef __AVX512VNNI__
+        if (each == EIGHT)
+          return multiply_bytes<R, K>(&x.fixed[row * x.parts()], x.parts(), side, x.columns, ahead, total);
+#endif
+        return multiply_blocks<R, K>(x.cells(row, 0, float{}), x.step, side, x.columns, ahead, total);
+      }
     });
     for (int r = 0; r < R; ++r)
-      for (int64_t i = at; i < std::min(at + SIDE, end); ++i)
-        out[(row + r) * out_step + i - origin] = rounded(total[r][i - at] + (bias ? scalar(bias + i) : 0.0f), T{});
+      for (int64_t i = 0; i < std::min(each, end - at); ++i)
+        out[(row + r) * out_step + at + i - origin] =
+            rounded(total[r * each / 4 + i / 4][i % 4] + (bias ? scalar(bias + at + i) : 0.0f), T{});
   }
 
   template <class Cell> void compute_many(int64_t begin, int64_t end, Span rows, float* memory) const {

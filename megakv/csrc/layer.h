@@ -251,6 +251,7 @@ void feed_forward(const Layer& layer, int64_t rows, const T* x, const T* attende
                   }
                 }
               });
+  inner.fix();
   products(inner, &layer.down, 1, threads, out);
   if (whole)
     divide(rows, rows * hidden, threads, 0, [&](int64_t first, int64_t last, float*) {

@@ -19,18 +19,19 @@ extern "C" int megakv_product(int type, int pairs, const void* x, int64_t rows, 
   });
 }
 
-// out [rows, columns] float32 = rows in blocks of a kind, `step` bytes apart. Returns how it ended: see `Fault`.
-extern "C" int megakv_unpack(const void* packed, int64_t step, int64_t rows, int64_t columns, int64_t kind, int threads,
-                             float* out) {
-  return ended([&] {
+// out [rows, columns] in the type = rows in blocks of a kind, `step` bytes apart. Returns how it ended: see `Fault`.
+extern "C" int megakv_unpack(int type, const void* packed, int64_t step, int64_t rows, int64_t columns, int64_t kind,
+                             int threads, void* out) {
+  return typed(type, [&](auto like) {
+    typedef decltype(like) T;
     require(kind && rows >= 0 && columns >= 0 && threads > 0, Fault::SIZES);
     const Linear linear{packed, step, rows, columns, nullptr, 0, kind};
-    linear.check(columns, float{});
+    linear.check(columns, T{});
     divide(rows, rows * columns, threads, 0, [&](int64_t first, int64_t last, float*) {
-      with_kind<float>(kind, [&](auto own) {
-        if constexpr (!std::is_same_v<decltype(own), Plain<float>>)
+      with_kind<T>(kind, [&](auto own) {
+        if constexpr (!std::is_same_v<decltype(own), Plain<T>>)
           for (int64_t row = first; row < last; ++row)
-            unpack<decltype(own)>((const uint8_t*)packed + row * step, 0, columns, out + row * columns);
+            unpack<decltype(own)>((const uint8_t*)packed + row * step, 0, columns, (T*)out + row * columns);
       });
     });
   });

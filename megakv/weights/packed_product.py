@@ -16,7 +16,7 @@ from megakv.attention.layer import Weight
 from megakv.attention.linear import FEW_ROWS as KERNEL_ROWS
 from megakv.attention.linear import LinearKernel, load_linear
 from megakv.weights.blocks import BLOCKS, NUMBERED, BlockType, unpack
-from megakv.weights.products import BLOCK, OWN, PLAIN, Products, many_product, padded_product, rows_product
+from megakv.weights.products import BLOCK, OWN, PLAIN, Products, many_product, rows_product
 
 TOLERANCE = 1e-5
 
@@ -35,7 +35,7 @@ def packed_product(
     most_rows = None if products.many == OWN else max(products.most_rows, KERNEL_ROWS)
     if kernel is not None and kernel.reads(x, packed, bias, most_rows):
         return kernel(x, packed, bias, pairs=products.pairs, blocks=block.number)
-    return unpacked_product(x, packed, block, columns, bias)
+    return unpacked_product(x, packed, block, columns, bias, products)
 
 
 def weight_product(x: Tensor, part: Weight, products: Products = PLAIN, *, many: bool = False) -> Tensor:
@@ -45,19 +45,23 @@ def weight_product(x: Tensor, part: Weight, products: Products = PLAIN, *, many:
     return (many_product if many else rows_product)(x, part.weight, part.bias, products)
 
 
-def unpacked_product(x: Tensor, packed: Tensor, block: BlockType, columns: int, bias: Tensor | None) -> Tensor:
-    """The same by PyTorch in float32, with a few rows of the weight unpacked at a time."""
+def unpacked_product(
+    x: Tensor, packed: Tensor, block: BlockType, columns: int, bias: Tensor | None, products: Products = PLAIN
+) -> Tensor:
+    """The same by a library for many rows, with a few rows of the weight unpacked at a time."""
     kernel = load_packed()[0] if packed.device.type == "cpu" else None
-    rows, out = x.flatten(0, -2).float(), x.new_empty((*x.shape[:-1], len(packed)))
+    rounds = x.dtype == torch.bfloat16 and products.pairs and not products.widens
+    dtype = torch.bfloat16 if rounds else torch.float32
+    rows, out = x.flatten(0, -2).to(dtype), x.new_empty((*x.shape[:-1], len(packed)))
     outputs, each = out.flatten(0, -2), max(BLOCK // columns, 1)
     scratch = rows.new_empty((min(each, len(packed)) if kernel else 0, columns))
     for first in range(0, len(packed), each):
-        own, offset = packed[first : first + each], None if bias is None else bias[first : first + each].float()
+        own, offset = packed[first : first + each], None if bias is None else bias[first : first + each].to(dtype)
         if kernel is None or own.stride(1) != 1:
-            weight = unpack(own, block.name)
+            weight = unpack(own, block.name).to(dtype)
         else:
             weight = kernel.unpack(own, columns, block.number, scratch[: len(own)])
-        outputs[:, first : first + each] = padded_product(rows, weight, offset)
+        outputs[:, first : first + each] = many_product(rows, weight, offset, products)
     return out
 
 

@@ -5,7 +5,7 @@ import torch
 
 from megakv.weights.blocks import BLOCKS, unpack
 from megakv.weights.packed_product import packed_product
-from megakv.weights.products import OWN, TORCH, Products
+from megakv.weights.products import OWN, TORCH, Products, multiplies_pairs
 from tests.packed import drawn_packed
 
 
@@ -33,7 +33,9 @@ def test_products(kind: str, many: str, dtype: torch.dtype) -> None:
         packed = view(outputs, columns, kind)
         x = torch.randn(*([2] * (rows % 2)), rows, columns).to(dtype)
         bias = torch.randn(outputs).to(dtype) if outputs % 2 else None
-        found = packed_product(x, packed, kind, columns, bias, Products(many=many))
+        found = packed_product(
+            x, packed, kind, columns, bias, Products(most_rows=16, pairs=multiplies_pairs(dtype), many=many)
+        )
         assert (found.dtype, found.shape) == (dtype, (*x.shape[:-1], outputs))
         weight = unpack(packed, kind).double()
         expected = x.double() @ weight.t() + (0 if bias is None else bias.double())
