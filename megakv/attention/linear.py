@@ -79,7 +79,7 @@ class LinearKernel:
         return out
 
     def unpack(self, packed: Tensor, columns: int, blocks: int, out: Tensor) -> Tensor:
-        """Rows of bytes in such blocks, which may lie further apart, to ``[rows, columns]`` in the type that is there."""
+        """Rows of bytes in such blocks, which may lie further apart, to ``[rows, columns]`` of a type."""
         assert out.shape == (len(packed), columns) and out.is_contiguous()
         threads = torch.get_num_threads()
         address, step = packed.data_ptr(), packed.stride(0)
