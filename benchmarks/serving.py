@@ -43,7 +43,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     options.add("--seed", 23, "of everything that is drawn", least=0)
     options.add("--prompt", 7000, "gaps, returns, restart: tokens of the prompt that is read")
     options.add("--streams", 4, "gaps: streams beside it")
-    options.add("--repeats", {"": 3, "quick": 1}, "gaps, returns, restart: rounds")
+    options.add("--repeats", {"": 3, "quick": 1}, "gaps, returns, restart, throughput: rounds")
     options.add("--trace", "", "trace: a JSONL in Mooncake's format")
     options.add("--trace-requests", {"": 300, "quick": 48}, "trace: its first so many requests")
     options.add("--divide", 24, "trace: by what its lengths are divided")

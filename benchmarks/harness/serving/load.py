@@ -34,7 +34,7 @@ SHARES = (0.0, 0.54)
 """Parts of the time that decoding keeps. A token takes longer while prompts are read, by the streams' contexts alone:
 half of the time would be less than half of the rate."""
 PROMPT, CHAT_PROMPT, LEAST_REQUESTS = 64, 512, 4
-SAMPLED = {"temperature": 0.7, "top_p": 0.9}
+SAMPLED, WAYS = {"temperature": 0.7, "top_p": 0.9}, (False, True)
 PATIENCE_S = 900.0
 RATES = "server streams sampled tokens_per_second over_one over_greedy"
 
@@ -149,29 +149,41 @@ def measure_throughput(arguments: argparse.Namespace) -> Rows:
 
 
 async def rates(url: str, arguments: argparse.Namespace) -> Rows:
-    """As many requests as streams, and no fewer than a few, one after the other on each stream."""
-    passages, rows = Passages(arguments.model, arguments.seed), []
+    """A row for each number of streams and way to choose tokens: as many requests as streams, and no fewer than a few."""
+    passages, asked = Passages(arguments.model, arguments.seed), list(itertools.product(arguments.concurrent, WAYS))
+    found: dict[tuple[int, bool], Rows] = {(streams, sampled): [] for streams, sampled in asked}
     async with Client(url) as client:
         await asyncio.gather(*(client.complete(passages.prompt(PROMPT), 8) for _ in range(4)))
-        for streams, sampling in itertools.product(arguments.concurrent, (GREEDY, SAMPLED)):
-            free = asyncio.Semaphore(streams)
+        for _ in range(arguments.repeats):
+            for streams, sampled in asked:
+                prompts = [passages.prompt(PROMPT) for _ in range(max(streams, LEAST_REQUESTS))]
+                found[streams, sampled].append(await _burst(client, arguments.new_tokens, prompts, streams, sampled))
+    return [
+        {
+            **{"streams": streams, "sampled": sampled, "prompt": PROMPT, "new_tokens": arguments.new_tokens},
+            "tokens_per_second": median(each["tokens_per_second"] for each in rounds),
+            "rounds": rounds,
+        }
+        for (streams, sampled), rounds in found.items()
+    ]
 
-            async def one(
-                prompt: list[int], free: asyncio.Semaphore = free, sampling: Any = sampling
-            ) -> dict[str, Any]:
-                async with free:
-                    reply = await client.complete(prompt, arguments.new_tokens, sampling=sampling)
-                return {"ttft": reply.ttft, "seconds": reply.stamps[-1] - reply.sent, "tokens": len(reply.stamps)}
 
-            prompts = [passages.prompt(PROMPT) for _ in range(max(streams, LEAST_REQUESTS))]
-            began = time.perf_counter()
-            answers = await asyncio.gather(*map(one, prompts))
-            seconds = time.perf_counter() - began
-            row = {"streams": streams, "prompt": PROMPT, "new_tokens": arguments.new_tokens, "seconds": seconds}
-            tokens = sum(answer["tokens"] for answer in answers)
-            row |= {"sampled": sampling is SAMPLED, "tokens_per_second": tokens / seconds}
-            rows.append({**row, "answers": answers})
-    return rows
+async def _burst(
+    client: Client, new_tokens: int, prompts: Sequence[list[int]], streams: int, sampled: bool
+) -> dict[str, Any]:
+    """Answers to all prompts, so many at a time."""
+    free = asyncio.Semaphore(streams)
+
+    async def one(prompt: list[int]) -> dict[str, Any]:
+        async with free:
+            reply = await client.complete(prompt, new_tokens, sampling=SAMPLED if sampled else GREEDY)
+        return {"ttft": reply.ttft, "seconds": reply.stamps[-1] - reply.sent, "tokens": len(reply.stamps)}
+
+    began = time.perf_counter()
+    answers = await asyncio.gather(*map(one, prompts))
+    seconds = time.perf_counter() - began
+    tokens = sum(answer["tokens"] for answer in answers)
+    return {"seconds": seconds, "tokens_per_second": tokens / seconds, "answers": answers}
 
 
 def report_throughput(rows: Rows) -> tuple[Summary, list[Chart]]:
