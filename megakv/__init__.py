@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         register_offload_method,
         register_policy,
         register_prefill_method,
+        register_weight_format,
     )
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "register_offload_method",
     "register_policy",
     "register_prefill_method",
+    "register_weight_format",
     "stop_distributed",
 ]
 
@@ -47,6 +49,7 @@ _HOMES = {
     "register_offload_method": "engine.extensions",
     "register_policy": "engine.extensions",
     "register_prefill_method": "engine.extensions",
+    "register_weight_format": "engine.extensions",
     "stop_distributed": "distributed.mesh",
 }
 

@@ -19,6 +19,7 @@ from megakv.fairkv.method import CompressionMethod, Segment
 from megakv.injection.policy import Policy
 from megakv.offload.method import Split
 from megakv.offload.prices import GroupPrices
+from megakv.weights.formats.blocks_at_load import BlocksAtLoad
 
 
 class OwnLast:
@@ -68,7 +69,15 @@ class EveryNth(CompressionMethod):
         return score.expand(segment.k_KSD.shape[0], -1)
 
 
+class AllInFourBits(BlocksAtLoad):
+    """Blocks of 4 bits for embeddings and the output head, too."""
+
+    name, kind, outside = "all_q4_1", "Q4_1", "Q4_1"
+    loses = "all weights of linears and embeddings are rounded to 4 bits in blocks of 32"
+
+
 megakv.register_prefill_method("own_last", OwnLast, decode=True)
 megakv.register_offload_method("half", Half())
 megakv.register_compression_method(EveryNth)
+megakv.register_weight_format(AllInFourBits)
 megakv.register_policy("my_model", Policy(learned_positions=True))

@@ -16,9 +16,11 @@ from megakv.fairkv.method import CompressionMethod
 from megakv.fairkv.methods import METHODS as COMPRESSION
 from megakv.injection.policy import POLICIES, Policy
 from megakv.offload.method import METHODS as OFFLOAD
+from megakv.weights import formats
 
 if TYPE_CHECKING:
     from megakv.offload.method import OffloadMethod
+    from megakv.weights.formats import WeightFormat
 
 
 def register_prefill_method(
@@ -92,6 +94,24 @@ def register_compression_method(method: type[CompressionMethod]) -> None:
         If the name is taken.
     """
     COMPRESSION.register(method.name, method)
+
+
+def register_weight_format(kind: type[WeightFormat]) -> None:
+    """Make a weight format a value of ``megakv.weights.format``, or let it recognise folders of quantised weights.
+
+    Parameters
+    ----------
+    kind
+        A subclass of `megakv.weights.formats.WeightFormat`, with a `name`. With `at_load` plain weights are brought
+        into it as they are read; without, it is asked before those of MegaKV whether it `recognises` a folder whose
+        config.json has a ``quantization_config``.
+
+    Raises
+    ------
+    ValueError
+        If the name is taken.
+    """
+    formats.register(kind)
 
 
 def register_policy(model_type: str, policy: Policy) -> None:

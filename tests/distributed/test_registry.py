@@ -15,7 +15,12 @@ from tests.distributed.models import prose, save_model
 
 EXAMPLES = ROOT / "docs" / "examples"
 PLUGINS = {"plugins": ["my_methods"]}
-REGISTERED = {"context_parallel.prefill": "own_last", "offload.method": "half", "fairkv.method": "every_nth"}
+REGISTERED = {
+    "context_parallel.prefill": "own_last",
+    "offload.method": "half",
+    "fairkv.method": "every_nth",
+    "weights.format": "all_q4_1",
+}
 
 
 def written(tmp_path: Path, **section: Any) -> Path:
@@ -68,6 +73,22 @@ def test_a_ring_goes_both_ways(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     run_command(words, timeout=240).check()
     found = json.loads(out.read_text())
     assert found["tokens_equal"] is True and set(found["methods"]["prefill"]) == {"two_ways"}
+
+
+def test_weights_take_a_format_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES)
+    model = save_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
+    (document := tmp_path / "document.txt").write_text(prose(90))
+    words = [sys.executable, "-m", "megakv", "run", str(model), "--prompt-file", str(document), "--max-new-tokens", "4"]
+    found = {}
+    for form in ("q4_1", "all_q4_1"):
+        config, out = written(tmp_path, **PLUGINS, weights={"format": form}), tmp_path / f"{form}.json"
+        run_command([*words, "--config", str(config), "--json", str(out)], timeout=240).check()
+        found[form] = json.loads(out.read_text())
+        assert found[form]["weights"] == form
+    # Embeddings and the head are in 8 bits where only layers are in 4.
+    own, less = (set(found[form]["ranks"][0]["weight_bytes"]) for form in ("q4_1", "all_q4_1"))
+    assert own - less == {"Q8_0"} and "Q4_1" in less
 
 
 def test_keys_that_travel_are_not_decoded_with_behind_compression(

@@ -42,7 +42,7 @@ Items = dict[tuple[int, str], list[Item]]
 SECTIONS: dict[str, dict[str, Any]] = {
     EXACT: {},
     "kv4": {"offload": {"enabled": True, "method": "stream", "kv_bits": 4, "host_gb": 1.0}},
-    "fp8": {"weights": {"format": "fp8"}},
+    **{form: {"weights": {"format": form}} for form in ("int8", "q4_1", "fp8")},
 }
 """Ways without a budget."""
 LAST_TOKENS = 64  # Of a prompt, read by every method for itself: no fewer than the window that any of them observes

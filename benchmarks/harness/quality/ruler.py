@@ -17,7 +17,7 @@ TASKS = {
     "noise_multiquery": 64, "vt": 30, "cwe": 120, "fwe": 50,
 }  # fmt: skip
 """Tokens of an answer: RULER's own, but for needles, where an answer begins with the values, and RULER allows 128."""
-EXACT, UNBUDGETED = "exact", ("kv4", "fp8")
+EXACT, UNBUDGETED = "exact", ("kv4", "int8", "q4_1", "fp8")
 METHODS = ("streaming_llm", "pyramidkv", "snapkv", "h2o", "ada_snapkv", "headkv")
 """As FairKV's Table 3 has them, and those that it lacks."""
 WAYS = (EXACT, *UNBUDGETED, *METHODS)

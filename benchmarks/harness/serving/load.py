@@ -149,7 +149,7 @@ def measure_throughput(arguments: argparse.Namespace) -> Rows:
 
 
 async def rates(url: str, arguments: argparse.Namespace) -> Rows:
-    """A row for each number of streams and way to choose tokens: as many requests as streams, and no fewer than a few."""
+    """A row for each number of streams and way to choose tokens: as many requests as streams, at least a few."""
     passages, asked = Passages(arguments.model, arguments.seed), list(itertools.product(arguments.concurrent, WAYS))
     found: dict[tuple[int, bool], Rows] = {(streams, sampled): [] for streams, sampled in asked}
     async with Client(url) as client:

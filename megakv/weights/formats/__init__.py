@@ -38,11 +38,22 @@ QUANTISED: Registry[type[WeightFormat]] = Registry(
     },
 )
 """Formats of folders whose config.json has a quantization_config."""
+OWN = frozenset([*FORMATS, *QUANTISED])
+
+
+def register(kind: type[WeightFormat]) -> None:
+    """Add a format of others, by its name: one that is made at load, or one that recognises quantised folders."""
+    (FORMATS if kind.at_load else QUANTISED).register(kind.name, kind)
+
+
+def at_load() -> tuple[str, ...]:
+    """Names of all formats that plain weights can be brought into as they are read."""
+    return (*AT_LOAD, *(name for name in FORMATS if name not in OWN))
 
 
 def settings() -> tuple[str, ...]:
     """Values of ``megakv.weights.format``."""
-    return (AS_STORED, *AT_LOAD)
+    return (AS_STORED, *at_load())
 
 
 def check_plain(config: PreTrainedConfig) -> None:
@@ -63,7 +74,9 @@ def choose_format(setting: str, directory: Path | None = None, config: PreTraine
     stored = FORMATS[PLAIN]
     if directory is not None and config is not None:
         registry = QUANTISED if quantization_of(config) else FORMATS
-        kinds = (registry[name] for name in registry if name not in AT_LOAD)
+        # Formats of others are asked first: the last one of these here takes whatever there is.
+        names = sorted((name for name in registry if name not in at_load()), key=OWN.__contains__)
+        kinds = (registry[name] for name in names)
         stored = next(kind for kind in kinds if kind.recognises(directory, config))
     elif config is not None:
         check_plain(config)
