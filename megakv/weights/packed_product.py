@@ -1,8 +1,8 @@
 """Rows times a weight in GGUF's blocks: few rows by a kernel that reads blocks, more by weights unpacked in caches.
 
-Products are those of the unpacked float32 weights: activations are never rounded to fewer bits than they have. Where
-the processor multiplies many rows of bfloat16 by pairs, weights are rounded to bfloat16 there, as those of a model that
-was unpacked in that type.
+Products are those of the unpacked float32 weights. Where the processor multiplies bytes, few rows become integers of 24
+bits, alike scaled for 32 of them. Where it multiplies many rows of bfloat16 by pairs, weights are rounded to bfloat16,
+as those of a model that was unpacked in that type.
 """
 
 from __future__ import annotations
