@@ -48,15 +48,18 @@ def wrong_fields(error: ValidationError, given: Any) -> ApiError:
         same = [pair for pair in found if pair[0][:1] == found[0][0][:1]]
         chosen = max(same, key=lambda pair: len(pair[0]))
     path, first = chosen
+    said = first["msg"].removeprefix("Value error, ")
+    field, _, rest = said.partition(": ")
+    if first["type"] == "value_error" and rest and _has(given, (*path, field)):
+        # What is said of an object as a whole begins with the field that it is about.
+        path, said = (*path, field), rest
     name = path_text(path)
-    more = len({other[:1] for other, _ in found} - {path[:1]})
+    more = len({other[:1] for other, _ in found} - {chosen[0][:1]})
     others = f" ({more} more fields are wrong)" if more > 1 else " (one more field is wrong)" if more else ""
     if first["type"] == "missing":
         message = f"{name}: it is required, and is not there"
         return ApiError(400, message + others, code="missing_required_parameter", param=name or None)
-    if first["type"] == "value_error":
-        said = first["msg"].removeprefix("Value error, ")
-    else:
+    if first["type"] != "value_error":
         kinds = [_allowed(each) for other, each in found if other == path and each["type"] != "missing"]
         said = f"{shown(first['input'])} is not allowed; allowed: {' or '.join(dict.fromkeys(kinds))}"
     return ApiError(400, f"{name or 'body'}: {said}{others}", code="invalid_value", param=name or None)
@@ -79,6 +82,13 @@ def _path(error: ErrorDetails, given: Any) -> Path:
         elif missing and number == len(error["loc"]):
             found.append(part)
     return tuple(found)
+
+
+def _has(given: Any, path: Path) -> bool:
+    """Whether a field is in the body, by its path."""
+    for part in path[:-1]:
+        given = given[part]
+    return isinstance(given, dict) and path[-1] in given
 
 
 def path_text(path: Path) -> str:
