@@ -116,7 +116,9 @@ def places(value: Any) -> list[tuple[Any, Any]]:
 def mutate(value: dict[str, Any]) -> None:
     """Change something somewhere: another value, none at all, another name, one more."""
     for _ in range(random.randint(1, 3)):
-        holder, key = random.choice(places(value) or [(value, "model")])
+        if not (found := places(value)):
+            return
+        holder, key = random.choice(found)
         match random.randrange(4):
             case 0 | 1:
                 holder[key] = copy.deepcopy(random.choice(ODD))
