@@ -12,6 +12,7 @@ from megakv.serving.http.errors import ApiError, shown
 
 MOST_NAME = 64
 """Letters of a name in a path, which may be a stranger's."""
+IN_JSON = {"True": "true", "False": "false", "None": "null"}
 ALLOWED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "bool_type": lambda _: "true or false",
     "dict_type": lambda _: "an object",
@@ -23,7 +24,7 @@ ALLOWED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "less_than": lambda bound: f"less than {bound['lt']}",
     "less_than_equal": lambda bound: f"{bound['le']} or less",
     "list_type": lambda _: "an array",
-    "literal_error": lambda bound: str(bound["expected"]),
+    "literal_error": lambda bound: IN_JSON.get(bound["expected"], bound["expected"]),
     "model_attributes_type": lambda _: "an object",
     "model_type": lambda _: "an object",
     "none_required": lambda _: "null",
@@ -35,7 +36,6 @@ ALLOWED: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "too_short": lambda bound: f"{bound['min_length']} entries or more",
 }
 """What is allowed, by the kind of an error and its bounds."""
-OTHER_TYPES = frozenset(("bool_type", "dict_type", "float_type", "int_type", "list_type", "string_type"))
 Path = tuple[str | int, ...]
 
 
@@ -46,7 +46,7 @@ def wrong_fields(error: ValidationError, given: Any) -> ApiError:
     chosen = next((pair for pair in found if pair[1]["type"] == "value_error"), None)
     if chosen is None:
         same = [pair for pair in found if pair[0][:1] == found[0][0][:1]]
-        chosen = max(same, key=lambda pair: len(pair[0]))
+        chosen = max(same, key=lambda pair: (len(pair[0]), pair[1]["type"] != "missing"))
     path, first = chosen
     said = first["msg"].removeprefix("Value error, ")
     field, _, rest = said.partition(": ")

@@ -134,7 +134,7 @@ NAMELESS = ("missing_required_parameter", "empty_prompt", "invalid_json")
 
 
 def test_every_body_is_answered_or_one_of_its_fields_is_named(served: Served, pytestconfig: pytest.Config) -> None:
-    count = 20_000 if pytestconfig.getoption("--full") else 300
+    count = pytestconfig.getoption("--cases") or (20_000 if pytestconfig.getoption("--full") else 300)
     answered = refused = 0
     with httpx.Client(base_url=served.url, timeout=MOST_S) as client:
         for number in range(count):

@@ -1,5 +1,6 @@
 """Paths beside answers: tokens of texts, versions, methods, slashes at the end, and pages of other sites."""
 
+import argparse
 import random
 from collections.abc import Iterator
 
@@ -7,6 +8,8 @@ import httpx
 import pytest
 
 import megakv
+from megakv.launcher.commands.serve import add_arguments, http_settings
+from megakv.launcher.ranks import command_line
 from megakv.serving.http.settings import ApiKeys, HttpSettings
 from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error, running
 
@@ -127,3 +130,14 @@ def test_origins_are_checked() -> None:
     with pytest.raises(ValueError, match="without --api-key-file"):
         HttpSettings(NAME, origins=("*",))
     HttpSettings(NAME, origins=("*",), keys=ApiKeys((bytes(32),)))
+
+
+def test_ranks_are_given_what_the_command_was() -> None:
+    """Settings go from the command to its ranks as words."""
+    for words in ([], ["--strict-model"], ["--allow-origin", PAGE, "app://x", "--strict-model"]):
+        first, second = argparse.ArgumentParser(), argparse.ArgumentParser()
+        add_arguments(first)
+        add_arguments(second, ranks=False)
+        settings = http_settings(second.parse_args(command_line(first.parse_args(["model", *words]))))
+        assert settings.strict_model == ("--strict-model" in words)
+        assert settings.origins == ((PAGE, "app://x") if "--allow-origin" in words else ())
