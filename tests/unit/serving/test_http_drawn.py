@@ -23,7 +23,7 @@ SAMPLING: dict[str, list[Any]] = {
 }  # fmt: skip
 CHATS: dict[str, list[Any]] = {
     "max_tokens": [0, 1, 3, None], "max_completion_tokens": [2, 0], "n": [1, 2, None], "logprobs": [True, False],
-    "tools": [[TOOL], []], "tool_choice": ["auto", "none", None], "response_format": [{"type": "text"}, {"type": "json_object"}],
+    "tools": [[TOOL], []], "tool_choice": ["auto", "none", None], "response_format": [{"type": "text"}, None],
     "parallel_tool_calls": [True], "reasoning_effort": ["low"], "verbosity": ["low"], "store": [True],
 }  # fmt: skip
 COMPLETIONS: dict[str, list[Any]] = {
