@@ -29,9 +29,16 @@ def add_arguments(parser: argparse.ArgumentParser, *, ranks: bool = True) -> Non
     else:
         parser.add_argument("--model", required=True)
     parser.add_argument("--name", help="what clients call the model (default: MODEL's last part)")
+    parser.add_argument("--strict-model", action="store_true", help="refuse requests for a model of another name")
     parser.add_argument("--host", default=HTTP.host, help="where to listen (default %(default)s)")
     parser.add_argument("--port", type=int, default=HTTP.port, help="0 for any that is free (default %(default)s)")
     parser.add_argument("--api-key-file", metavar="FILE", help="keys that clients must give, one a line")
+    parser.add_argument(
+        "--allow-origin",
+        nargs="+",
+        metavar="ORIGIN",
+        help="let pages of these origins ask, such as http://localhost:3000 (default: none)",
+    )
     add_engine_arguments(parser)
     parser.add_argument(
         "--store", metavar="DIR", help="keep what was read of prompts in this folder, for later starts too"
@@ -112,6 +119,8 @@ def http_settings(arguments: argparse.Namespace) -> HttpSettings:
         max_new_tokens=arguments.max_new_tokens,
         max_choices=arguments.max_choices,
         stall_s=arguments.stall,
+        strict_model=arguments.strict_model,
+        origins=tuple(arguments.allow_origin or ()),
     )
 
 

@@ -334,6 +334,7 @@ def test_asked_twice_it_ends_at_once(model: Path, tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "--host 0.0.0.0 without --api-key-file"),
         (["--port", "70000"], "--port 70000: allowed"),
         (["--api-key-file", "none"], "--api-key-file none cannot be read"),
+        (["--allow-origin", "localhost:3000"], "--allow-origin localhost:3000: allowed"),
         (["--max-gap", "0"], "max_gap_s = 0.0: allowed"),
         (["--decode-share", "1"], "decode_share = 1.0: allowed"),
         (["--max-queue", "-1"], "max_queue = -1: allowed"),

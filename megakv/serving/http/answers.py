@@ -87,6 +87,8 @@ class _Answer:
     request: Request
     detokenizer: Detokenizer
     stops: StopStrings
+    length: int
+    """Tokens at most."""
     number: int | None = None
     """By which the ranks have it, once it was asked for."""
     cached: int = 0
@@ -116,8 +118,9 @@ class Answers:
                 request,
                 Detokenizer(served.tokenizer, special=call.special, behind=request.prompt if call.continues else ()),
                 StopStrings(call.stops),
+                call.lengths[index // call.n],
             )
-            for request in call.requests(uuid.uuid4().hex, self._channel.add)
+            for index, request in enumerate(call.requests(uuid.uuid4().hex, self._channel.add))
         ]
 
     @property
@@ -187,6 +190,9 @@ class Answers:
         if isinstance(event, Token):
             answer.last_s = time.monotonic()
             answer.first_s = answer.first_s or answer.last_s
+            if not answer.length:
+                # What the prompt came to is not asked for.
+                return
             answer.tokens += 1
             self.usage.new_tokens += 1
             piece.tokens.append(event)
@@ -204,7 +210,8 @@ class Answers:
             piece.text += answer.stops.add(answer.detokenizer.end())
             if answer.stops.found is None:
                 piece.text += answer.stops.end()
-            self._end(piece, "stop" if answer.stops.found is not None else event.why)
+            why = event.why if answer.length else "length"
+            self._end(piece, "stop" if answer.stops.found is not None else why)
             await self._submit_others(piece.index)
 
     def _end(self, piece: Piece, why: str) -> None:

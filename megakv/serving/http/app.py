@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import uuid
-from base64 import b64encode
 from collections.abc import Callable, Coroutine
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -18,8 +14,9 @@ from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
 from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
 from megakv.serving.http.conversations import Conversations, Turn
-from megakv.serving.http.errors import ApiError, broken
+from megakv.serving.http.errors import ApiError, broken, prompts_in
 from megakv.serving.http.metrics import Metrics, status
+from megakv.serving.http.page import page
 from megakv.serving.http.parts import Parts
 from megakv.serving.http.prompt_reader import BodyLimits, BodyScanner
 from megakv.serving.http.prompt_work import Prompts, PromptWork
@@ -28,9 +25,13 @@ from megakv.serving.http.responses import ResponseAnswer, messages_of
 from megakv.serving.http.schemas import Body, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.stream import EventStream, while_listened_to
+from megakv.serving.http.tokens import DetokenizeBody, TokenizeBody, TokensBody, detokenized, tokenized
+from megakv.version import __version__
 
 USUAL_COMPLETION_TOKENS = 16
 """Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
+PROMPTS_IN: dict[type[Body], str] = {CompletionBody: "prompt", ResponseBody: "input", DetokenizeBody: "tokens"}
+"""Fields of prompts; of other bodies they are messages."""
 B = TypeVar("B", bound=Body)
 
 
@@ -41,7 +42,7 @@ class Service:
         self._ranks, self._served, self._settings, self._metrics = ranks, served, settings, metrics
         self._work = PromptWork(served.reader)
         self._conversations = Conversations()
-        self._page = _page()
+        self._page = page()
 
     def app(self) -> FastAPI:
         """The application."""
@@ -55,14 +56,19 @@ class Service:
             ("DELETE", "/v1/responses/{name}", self.forget_response),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{name:path}", self.model),
+            ("POST", "/tokenize", self.tokenize),
+            ("POST", "/detokenize", self.detokenize),
             ("GET", "/health", self.health),
+            ("GET", "/ping", self.health),
+            ("GET", "/version", self.version),
             ("GET", "/metrics", self.prometheus),
             ("GET", "/status", self.status),
             ("POST", "/load_model", self.load_model),
             ("GET", "/", self.page),
         ]
         for method, path, endpoint in routes:
-            app.add_api_route(path, endpoint, methods=[method], response_model=None)
+            methods = ["GET", "HEAD"] if method == "GET" else [method]
+            app.add_api_route(path, endpoint, methods=methods, response_model=None)
         for kind in (ApiError, 404, 405, Exception):
             app.add_exception_handler(kind, _said)
         return app
@@ -78,7 +84,7 @@ class Service:
             body,
             prompts,
             held,
-            asked=body.max_completion_tokens or body.max_tokens,
+            asked=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
             n=body.n or 1,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
@@ -112,7 +118,8 @@ class Service:
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         encoding = self._work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
-        prompt = await while_listened_to(request.receive, encoding)
+        with prompts_in("input"):
+            prompt = await while_listened_to(request.receive, encoding)
         answers = await self._asked(request, body, [prompt], held, asked=body.max_output_tokens)
         name = f"resp_{uuid.uuid4().hex}"
 
@@ -148,6 +155,22 @@ class Service:
         self._ranks.check_serves()
         return _json({"status": "ok"})
 
+    async def version(self) -> Response:
+        """Which version of the package serves."""
+        return _json({"version": __version__})
+
+    async def tokenize(self, request: Request) -> Response:
+        """``/tokenize``."""
+        body, _ = await self._body(request, TokenizeBody)
+        making = tokenized(body, _sender(request), self._work, self._served)
+        return _json(await while_listened_to(request.receive, making))
+
+    async def detokenize(self, request: Request) -> Response:
+        """``/detokenize``."""
+        body, _ = await self._body(request, DetokenizeBody)
+        making = detokenized(body, _sender(request), self._work, self._served)
+        return _json(await while_listened_to(request.receive, making))
+
     async def prometheus(self) -> Response:
         """Metrics."""
         stats, _ = await self._ranks.stats(documents=False)
@@ -174,18 +197,23 @@ class Service:
             # What a page of another site may send without asking is no JSON.
             raise ApiError(415, "send JSON, with the header 'content-type: application/json'", code="wrong_media_type")
         scanner, content, more = BodyScanner(self._limits(kind)), bytearray(), True
-        while more:
-            message = await request.receive()
-            if message["type"] == "http.disconnect":
-                raise ApiError(499, "the client has left")
-            part = message.get("body", b"")
-            scanner.add(part)
-            content += part
-            more = message.get("more_body", False)
-        reading = self._work.read(_sender(request), kind, content)
-        body, prompts = await while_listened_to(request.receive, reading)
-        if isinstance(body, SamplingBody):
-            self._check_model(body.model)
+        with prompts_in(PROMPTS_IN.get(kind, "messages")):
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise ApiError(499, "the client has left")
+                part = message.get("body", b"")
+                scanner.add(part)
+                content += part
+                more = message.get("more_body", False)
+            reading = self._work.read(_sender(request), kind, content)
+            body, prompts = await while_listened_to(request.receive, reading)
+        self._metrics.passed_over(body.passed)
+        if isinstance(body, SamplingBody | TokensBody):
+            if self._settings.strict_model and body.model is not None:
+                self._check_model(body.model)
+            # Whatever it was called, it is the one that answers.
+            body.model = self._served.name
         return body, prompts
 
     def _check_model(self, name: str) -> None:
@@ -194,7 +222,7 @@ class Service:
             raise ApiError(404, message, code="model_not_found", param="model")
 
     def _limits(self, kind: type[Body]) -> BodyLimits:
-        reader, numbers = self._served.reader, kind is CompletionBody
+        reader, numbers = self._served.reader, kind in (CompletionBody, DetokenizeBody)
         prompts = self._settings.max_choices if numbers else 1
         return BodyLimits.of(reader.context, reader.longest_token, prompts, numbers=numbers)
 
@@ -206,7 +234,8 @@ class Service:
         if held is not None:
             form = await self._work.in_thread(_sender(request), self._served.form, held.form, held.field)
         key, user = _owner(request), _user(request, body)
-        call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
+        with prompts_in(PROMPTS_IN.get(type(body), "messages")):
+            call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
         return Answers(self._ranks, self._served, call, self._metrics.timed)
 
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
@@ -245,21 +274,6 @@ async def _said(request: Request, error: Exception) -> Response:
         allowed = {"allow": getattr(error, "headers", {}).get("Allow", "")}
         said = ApiError(405, f"{request.method} is not allowed at {path}", code="method_not_allowed", headers=allowed)
     return Response(said.json(), said.status, media_type="application/json", headers=dict(said.headers))
-
-
-def _page() -> Response:
-    """One file, with a policy that names its script by its digest: it may load and send nothing elsewhere."""
-    content = files("megakv.serving.http").joinpath("page.html").read_bytes()
-    script = re.search(rb"<script>(.*?)</script>", content, re.DOTALL)
-    assert script is not None
-    digest = b64encode(hashlib.sha256(script[1]).digest()).decode()
-    headers = {
-        "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-    return Response(content, media_type="text/html", headers=headers)
 
 
 def _tools(body: ChatBody | ResponseBody) -> list[dict[str, Any]]:

@@ -17,10 +17,10 @@ from transformers.cli.serving.utils import get_response_template
 from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
-from megakv.serving.http.errors import ApiError, too_long
-from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
+from megakv.serving.http.errors import ApiError, shown, too_long
+from megakv.serving.http.parts import CallsOrTextParts, CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
 from megakv.serving.http.prompt_reader import PromptReader
-from megakv.serving.http.schemas import MOST_TOOLS, SamplingBody
+from megakv.serving.http.schemas import MOST_TOOLS, NO_LIMIT, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Event, Request, Sampling
 
@@ -109,14 +109,29 @@ def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | 
     held = _calls(body) if body.must_call else None
     if held is not None and body.stop:
         raise _wrong(held.field, "calls are not cut off by stop; leave one of the two out")
+    field = "text.format" if isinstance(body, ResponseBody) else "response_format"
     schema = None if given is None else given.schema_of_json
-    if schema is not None:
-        if body.functions:
-            raise _wrong("response_format", "JSON is not answered together with tools; leave one of the two out")
-        held = Held("response_format", partial(Form.json, schema), PlainParts)
+    # Calls that have to be there are the whole answer.
+    if schema is not None and held is None:
+        held = (
+            _json_or_calls(body, field, schema)
+            if body.functions
+            else Held(field, partial(Form.json, schema), PlainParts)
+        )
     if held is not None and body.ignore_eos:
         raise _wrong(held.field, "it does not go together with ignore_eos; leave one of the two out")
     return held
+
+
+def _json_or_calls(body: ChatBody | ResponseBody, field: str, schema: dict[str, Any]) -> Held:
+    """Either of them, as the model likes: their first letter says which."""
+    if schema.get("type") != "object":
+        raise _wrong(
+            field, "beside tools it is of the type 'object'; put what it is of into a property, or leave tools out"
+        )
+    functions = [(each.name, each.schema_of_arguments) for each in body.functions]
+    most = 1 if body.parallel_tool_calls is False else MOST_TOOLS
+    return Held(field, partial(Form.calls, functions, most=most, instead=schema), CallsOrTextParts)
 
 
 def _calls(body: ChatBody | ResponseBody) -> Held:
@@ -151,6 +166,8 @@ class Call:
     request: Callable[..., Request]
     sampling: Sampling
     prompts: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+    """Tokens of an answer to each prompt at most; 0 for one of no tokens, whose prompt is read all the same."""
     n: int
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
@@ -162,12 +179,20 @@ class Call:
     def requests(self, name: str, sink: Callable[[int, Event], None]) -> list[Request]:
         """All of them, each by a seed of its own, which is drawn here where none is given."""
         found = []
-        for index, prompt in enumerate(prompt for prompt in self.prompts for _ in range(self.n)):
+        pairs = zip(self.prompts, self.lengths, strict=True)
+        for index, (prompt, length) in enumerate(pair for pair in pairs for _ in range(self.n)):
             seed = self.sampling.seed
             seed = secrets.randbelow(LARGEST_SEED) if seed is None else (seed + index % self.n) % LARGEST_SEED
             sampling = replace(self.sampling, seed=seed)
             found.append(
-                self.request(id=f"{name}-{index}", prompt=prompt, sink=partial(sink, index), sampling=sampling)
+                self.request(
+                    id=f"{name}-{index}",
+                    prompt=prompt,
+                    # What reads a prompt comes to a token.
+                    max_new_tokens=max(length, 1),
+                    sink=partial(sink, index),
+                    sampling=sampling,
+                )
             )
         return found
 
@@ -190,27 +215,24 @@ def make_call(
 ) -> Call:
     """Checked against the model and the limits; `asked` is how many tokens an answer may have, `usual` where unsaid.
 
-    `generation` are the settings of transformers' own client, which come as one field.
+    An answer ends at the first limit, whatever more is asked for. `generation` are the settings of transformers' own
+    client, which come as one field.
     """
     generation = generation or {}
     asked = generation.get("max_new_tokens") if asked is None else asked
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
-        if served.context is not None and len(tokens) + (asked or 1) > served.context:
-            raise too_long(f"a prompt of {len(tokens)} tokens with an answer of up to {asked or 1}", served.context)
-    if asked is not None and asked > settings.max_new_tokens:
-        raise ApiError(400, f"an answer of {asked} tokens: allowed: {settings.max_new_tokens}", code="too_many_tokens")
+        if served.context is not None and len(tokens) >= served.context:
+            raise too_long(f"a prompt of {len(tokens)} tokens with one of an answer", served.context)
     if n * len(prompts) > settings.max_choices:
         raise ApiError(400, f"n: {n * len(prompts)} answers in one call; allowed: {settings.max_choices}", param="n")
-    most = usual or settings.max_new_tokens
-    if served.context is not None:
-        most = min(most, *(served.context - len(tokens) for tokens in prompts))
+    most = min((usual or NO_LIMIT) if asked is None else asked, settings.max_new_tokens)
+    rooms = [most if served.context is None else served.context - len(tokens) for tokens in prompts]
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
     stop_ids = frozenset() if body.ignore_eos else served.end_ids
     request = partial(
         Request,
-        max_new_tokens=min(most, settings.max_new_tokens) if asked is None else asked,
         stop_ids=stop_ids,
         logprobs=logprobs,
         priority=body.priority,
@@ -222,7 +244,8 @@ def make_call(
     )
     special = not continues and served.answer_template is not None
     sampling = _sampling(body, served, generation)
-    return Call(request, sampling, tuple(prompts), n, tuple(stops), stop_ids, special, continues)
+    lengths = tuple(min(most, room) for room in rooms)
+    return Call(request, sampling, tuple(prompts), lengths, n, tuple(stops), stop_ids, special, continues)
 
 
 def read_generation_config(text: str | None) -> dict[str, Any]:
@@ -244,13 +267,17 @@ def read_generation_config(text: str | None) -> dict[str, Any]:
         least = {"max_new_tokens": 1, "repetition_penalty": 1e-3}.get(name, 0)
         most = {"top_p": 1, "min_p": 1, "temperature": 2, "repetition_penalty": 10}.get(name, 1 << 31)
         if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-            raise ApiError(400, f"generation_config: {name} is {value!r}; allowed: {least} to {most}")
+            message = f"generation_config: {name} is {shown(value)}; allowed: {least} to {most}"
+            raise ApiError(400, message, code="invalid_value", param="generation_config")
     return values
 
 
 def _sampling(body: SamplingBody, served: ServedModel, generation: dict[str, Any]) -> Sampling:
     given = {name: value for name in FIELDS if (value := getattr(body, name)) is not None}
     values = {**{name: value for name, value in generation.items() if name in FIELDS}, **given}
+    if values.get("top_p") == 0:
+        # No more than the likeliest token.
+        values |= {"temperature": 0.0, "top_p": 1.0}
     if values.get("top_k") == -1:
         values["top_k"] = 0
     if "seed" in values:

@@ -13,6 +13,7 @@ from pydantic import (
     model_validator,
 )
 
+from megakv.serving.http.errors import shown
 from megakv.serving.http.schemas import (
     MOST_FIELDS,
     MOST_MESSAGES,
@@ -42,7 +43,7 @@ def one_of(allowed: str) -> WrapValidator:
         try:
             return kinds(value)
         except ValidationError:
-            raise ValueError(f"allowed: {allowed}; not {value!r}") from None
+            raise ValueError(f"allowed: {allowed}; not {shown(value)}") from None
 
     return WrapValidator(check)
 

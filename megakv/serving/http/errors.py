@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pydantic import ValidationError
-
 KINDS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+TOO_LONG = "context_length_exceeded"
+"""For a prompt that alone does not fit, and nothing else: clients shorten it then."""
+MOST_SHOWN = 64
+"""Letters of a value."""
 MOST_LETTERS = 500
 """Of a message: what a stranger sent is not sent back at any length."""
-
-OF_JSON = {
-    "list_type": "Input should be a valid array",
-    "dict_type": "Input should be an object",
-    "model_type": "Input should be an object",
-}
-"""What Python's names for types are in a body."""
 
 
 @dataclass
@@ -60,15 +56,25 @@ def unavailable(message: str, headers: Mapping[str, str] | None = None) -> ApiEr
 def too_long(what: str, context: int) -> ApiError:
     """For a prompt beyond the model's positions."""
     message = f"{what} is longer than the model's context of {context} tokens"
-    return ApiError(400, message, code="context_length_exceeded")
+    return ApiError(400, message, code=TOO_LONG)
 
 
-def wrong_fields(error: ValidationError) -> ApiError:
-    """From what a body's model said of it."""
-    found = error.errors(include_url=False, include_context=False, include_input=False)
-    # Of what speaks against each kind that a value may be of, a sentence written for it says most.
-    first = next((each for each in found if each["type"] == "value_error"), found[0])
-    names = ".".join(str(part) for part in first["loc"]) or None
-    more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
-    said = OF_JSON.get(first["type"]) or first["msg"].removeprefix("Value error, ")
-    return ApiError(400, f"{names or 'body'}: {said}{more}", code="invalid_value", param=names)
+@contextmanager
+def prompts_in(field: str) -> Iterator[None]:
+    """Errors of prompts within name the field in which the prompts stood."""
+    try:
+        yield
+    except ApiError as error:
+        if error.code not in (TOO_LONG, "chat_template", "no_chat_template", "empty_prompt"):
+            raise
+        raise replace(error, param=field) from error.__cause__
+
+
+def shown(value: Any) -> str:
+    """A value of a body as a message names it: what is long by its kind alone."""
+    if isinstance(value, str):
+        return repr(value) if len(value) <= MOST_SHOWN else f"{value[:MOST_SHOWN]!r}..."
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "an array"
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= MOST_SHOWN else f"{text[:MOST_SHOWN]}..."

@@ -19,7 +19,7 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-OPEN = {("GET", "/"), ("GET", "/health"), ("POST", "/load_model")}
+OPEN = {(method, path) for method in ("GET", "HEAD") for path in ("/", "/health", "/ping")} | {("POST", "/load_model")}
 """What needs no key: the page itself, whether the server lives, and what transformers' client asks without one."""
 LAST = {"connection": "close"}
 """Of an answer before a body was read."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -11,6 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from megakv.serving.http.call import ServedModel
+from megakv.serving.http.fields import KNOWN_HINT, UNKNOWN
 from megakv.serving.stats import Document, ServingStats
 from megakv.tracking.measurements import percentiles
 from megakv.tracking.served import ServedCounts
@@ -32,6 +33,14 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._registry.register(self)
         self._calls = Counter("megakv_http_requests", "HTTP requests", ["path", "status"], registry=self._registry)
+        self._passed = Counter(
+            "megakv_fields_passed_over",
+            "Fields of requests that no endpoint knows and that change no answer",
+            ["kind"],
+            registry=self._registry,
+        )
+        for kind in (KNOWN_HINT, UNKNOWN):
+            self._passed.labels(kind)
         self._ttft = Histogram(
             "megakv_time_to_first_token_seconds",
             "From a request to its answer's first token",
@@ -67,6 +76,11 @@ class Metrics(Collector):
     def count(self, path: str, status: int) -> None:
         """A request that was answered; paths are those of the endpoints, no stranger's."""
         self._calls.labels(path, str(status)).inc()
+
+    def passed_over(self, numbers: Mapping[str, int]) -> None:
+        """Fields of a body that were passed over, by why."""
+        for kind, number in numbers.items():
+            self._passed.labels(kind).inc(number)
 
     def timed(self, ttft_s: float, per_token_s: float | None) -> None:
         """An answer that has ended."""

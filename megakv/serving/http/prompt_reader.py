@@ -15,9 +15,11 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from megakv.serving.http.chat_schemas import ChatBody, ToolsBody
-from megakv.serving.http.errors import ApiError, too_long, wrong_fields
+from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ToolsBody
+from megakv.serving.http.errors import ApiError, too_long
+from megakv.serving.http.fields import pass_over
 from megakv.serving.http.schemas import Body, CompletionBody
+from megakv.serving.http.wrong_fields import wrong_fields
 
 LEAST_VALUES = 1 << 16
 """Values that any body may have: long conversations in parts, tools with large schemas."""
@@ -130,6 +132,7 @@ USUAL_LETTERS = 4
 """Letters of a token in most texts: a text with more of them than the context holds is first counted in pieces."""
 MARGIN = 1.25
 """Tokens in pieces over tokens as a whole, at most: pieces differ at their ends alone."""
+ANYWHERE = frozenset(name for kind in (ChatBody, CompletionBody, ResponseBody) for name in kind.model_fields)
 B = TypeVar("B", bound=Body)
 
 
@@ -163,10 +166,12 @@ class PromptReader:
         except ValueError as error:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
         content.clear()
+        passed = pass_over(value, kind, ANYWHERE)
         try:
             body = kind.model_validate(value)
         except ValidationError as error:
-            raise wrong_fields(error) from None
+            raise wrong_fields(error, value) from None
+        body.note_passed(passed)
         if isinstance(body, ToolsBody):
             check_arguments(body.arguments)
         return body
@@ -192,9 +197,9 @@ class PromptReader:
             raise too_long(f"a prompt of {len(tokens)} tokens", self.context)
         return tokens
 
-    def encode(self, text: str) -> array[int]:
+    def encode(self, text: str, *, special: bool = True) -> array[int]:
         """The tokens of a plain text."""
-        return self._tokens(text, special=True)
+        return self._tokens(text, special=special)
 
     def encode_chat(
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]

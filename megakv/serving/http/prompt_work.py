@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -50,6 +51,11 @@ class PromptWork:
         self._reader.check_letters(letters)
         found = await self._lane(letters).do(user, self._reader.encode_chat, messages, tools, options)
         return tuple(found)
+
+    async def encode(self, user: str, text: str, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a plain text."""
+        self._reader.check_letters(len(text))
+        return tuple(await self._lane(len(text)).do(user, partial(self._reader.encode, text, special=special)))
 
     async def in_thread(self, user: str, work: Callable[..., R], *values: Any) -> R:
         """Short work."""

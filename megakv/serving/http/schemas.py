@@ -1,4 +1,4 @@
-"""The bodies of requests, as OpenAI's clients send them. An unknown field is refused: it would change nothing."""
+"""The bodies of requests, as OpenAI's clients send them. `fields` says what becomes of fields that are not here."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
+    PrivateAttr,
     Tag,
     model_validator,
 )
@@ -33,7 +34,10 @@ Penalty = Annotated[float, Field(ge=-2, le=2)]
 Token = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(max_length=1 << 24, fail_fast=True), AfterValidator(lambda ids: array("i", ids))]
 """They become an array, which takes a ninth of a list's memory."""
-TokenCount = Annotated[int, Field(ge=1, lt=1 << 31)]
+NO_LIMIT = (1 << 31) - 1
+"""Tokens of an answer that has as many as there may be."""
+TokenCount = Annotated[int, Field(ge=-1), AfterValidator(lambda most: NO_LIMIT if most == -1 else min(most, NO_LIMIT))]
+"""The most tokens of an answer: above what can be, that; -1 is no limit, 0 reads the prompt alone."""
 Ignored = Annotated[Any, AfterValidator(lambda _: None)]
 """Of fields that say who asks or how to bill: nothing here goes by them, and nothing of them is kept."""
 
@@ -52,12 +56,22 @@ def at_most(entries: int) -> BeforeValidator:
 class Body(BaseModel):
     """Types are taken as they are: no number from a text, no flag from a number."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+    _passed: dict[str, int] = PrivateAttr(default_factory=dict)
+
+    @property
+    def passed(self) -> dict[str, int]:
+        """How many fields of its JSON were passed over, by why."""
+        return self._passed
+
+    def note_passed(self, passed: dict[str, int]) -> None:
+        """Keep how many fields of its JSON were passed over."""
+        self._passed = passed
 
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
-        """Each unknown field would be an error of its own."""
+        """Fields beyond a number are nobody's."""
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise ValueError(f"has {len(value)} fields; allowed: {MOST_FIELDS}")
         return value
@@ -74,7 +88,7 @@ class StreamOptions(Body):
 class SamplingBody(Body):
     """What all endpoints take."""
 
-    model: Name
+    model: Name | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Share | None = None
     top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
@@ -133,24 +147,30 @@ class CompletionBody(SamplingBody):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
-    suffix: None = None
-    best_of: Literal[1] | None = None
+    add_special_tokens: Literal[True] | None = None
 
 
 class SentBack(Body):
     """Answers come back with whatever fields a client's library has for them; those not known are passed over."""
 
-    model_config = ConfigDict(extra="ignore")
-
 
 class TextPart(SentBack):
-    """A part of a message."""
+    """A part of a message; a refusal is text that the model wrote."""
 
-    type: Literal["text", "input_text", "output_text"]
+    type: Literal["text", "input_text", "output_text", "refusal"]
     text: Text
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refusal(cls, value: Any) -> Any:
+        if isinstance(value, dict) and value.get("type") == "refusal" and "text" not in value:
+            return {"type": "refusal", "text": value.get("refusal")}
+        return value
 
 
 TEXT_PARTS = get_args(TextPart.model_fields["type"].annotation)
+OTHER_PARTS = {"image": "images", "audio": "sound", "video": "videos", "file": "files", "document": "files"}
+"""Kinds of parts by a word in their names."""
 
 
 def _text_alone(content: Any) -> Any:
@@ -158,7 +178,9 @@ def _text_alone(content: Any) -> Any:
     kinds = (part.get("type") for part in content if isinstance(part, dict)) if isinstance(content, list) else ()
     odd = next((kind for kind in kinds if isinstance(kind, str) and kind not in TEXT_PARTS), None)
     if odd is not None:
-        raise ValueError(f"a part of type {odd[:40]!r} is not text, which is all that is read here; allowed: 'text'")
+        what = next((what for what in OTHER_PARTS if what in odd), None)
+        said = f"this server reads text only, no {OTHER_PARTS[what]}" if what else "this is no kind of part"
+        raise ValueError(f"{odd[:40]}: {said}; allowed: parts of the type 'text'")
     return content
 
 
@@ -187,6 +209,14 @@ class ToolCall(SentBack):
     function: FunctionCall
 
 
+def _as_reasoning(value: Any) -> Any:
+    """Texts of reasoning by the names and kinds that libraries have for them: one, or blocks of them."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    texts = [block.get("thinking", block.get("text")) for block in value if isinstance(block, dict)]
+    return "".join(text for text in texts if isinstance(text, str)) or None
+
+
 class Message(SentBack):
     """One of a conversation."""
 
@@ -199,6 +229,20 @@ class Message(SentBack):
     # These say something, where they are there, that no template is told of.
     audio: None = None
     function_call: None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_sent_back(cls, value: Any) -> Any:
+        """What answers and other libraries call by other names."""
+        if not isinstance(value, dict) or value.get("role") != "assistant":
+            return value
+        more: dict[str, Any] = {}
+        if value.get("reasoning_content") is None:
+            found = (_as_reasoning(value.get(name)) for name in ("reasoning", "thinking_blocks"))
+            more["reasoning_content"] = next((text for text in found if text), None)
+        if value.get("content") in (None, []) and isinstance(value.get("refusal"), str):
+            more["content"] = value["refusal"]
+        return {**value, **more}
 
     @model_validator(mode="after")
     def _says_something(self) -> Message:

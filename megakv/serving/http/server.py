@@ -16,6 +16,7 @@ from megakv.serving.http.call import ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.guard import App, Guard, Receive, Scope, Send
 from megakv.serving.http.metrics import Metrics
+from megakv.serving.http.origins import Origins
 from megakv.serving.http.ranks import Ranks
 from megakv.serving.http.settings import HttpSettings
 
@@ -122,7 +123,7 @@ class HttpServer:
         self._app: App | None = None
         protocol = limited_protocol(most=settings.max_connections, stall_s=settings.stall_s)
         config = uvicorn.Config(
-            Guard(self._answer, settings, self._metrics.count),
+            Origins(Guard(self._answer, settings, self._metrics.count), settings.origins),
             http=protocol,
             ws="none",
             lifespan="off",

@@ -17,6 +17,7 @@ LEAST_KEY = 16
 """Characters of an API key, below which it can be guessed."""
 MOST_KEYS = 1024
 KEY = re.compile(r"[\x21-\x7e]+")
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^\s/?#@,\x7f-\U0010ffff]+")
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class HttpSettings:
     """Answers of one call at most: `n` times its prompts."""
     stall_s: float = 30.0
     """How long a client may send or read nothing while it is its turn."""
+    strict_model: bool = False
+    """Whether requests for a model of another name are refused."""
+    origins: tuple[str, ...] = ()
+    """Those of pages of other sites that may ask; ``*`` for all."""
 
     def __post_init__(self) -> None:
         for name in ("max_body_bytes", "max_header_bytes", "max_connections", "max_new_tokens", "max_choices"):
@@ -78,6 +83,14 @@ class HttpSettings:
                 raise ValueError(f"{name} = {getattr(self, name)}: allowed: whole numbers from 1")
         if not 0 <= self.port < 1 << 16:
             raise ValueError(f"--port {self.port}: allowed: 0 (any that is free) to 65535")
+        for origin in self.origins:
+            if not ORIGIN.fullmatch(origin):
+                raise ValueError(f"--allow-origin {origin}: allowed: https://HOST, http://HOST:PORT and the like, or *")
+        if "*" in self.origins and not self.keys.digests:
+            raise ValueError(
+                "--allow-origin * without --api-key-file: any page that is open on this machine could use the model; "
+                "name the pages' origins, or give a file of keys"
+            )
         if not self.keys.digests and not self.local:
             raise ValueError(
                 f"--host {self.host} without --api-key-file: whoever reaches this host could use the model; give a "

@@ -119,7 +119,7 @@ def test_whole_numbers_of_a_generation_config(served: Served) -> None:
     body = {"generation_config": json.dumps({"repetition_penalty": 2})}
     assert ask(served, prose(5), max_tokens=3, extra_body=body).usage.completion_tokens > 0
     with pytest.raises(openai.BadRequestError, match="top_p") as refused:
-        ask(served, prose(5), max_tokens=3, extra_body={"generation_config": json.dumps({"top_p": 0})})
+        ask(served, prose(5), max_tokens=3, extra_body={"generation_config": json.dumps({"top_p": 1.5})})
     assert refused.value.code == "invalid_value"
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error
+from megakv.serving.http.settings import HttpSettings
+from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error, running
 
 BODIES = 500
 ENDPOINTS: dict[str, dict[str, Any]] = {
@@ -87,18 +88,19 @@ TEXT = {"type": "text", "text": "aa"}
 @pytest.mark.parametrize(
     ("path", "change", "named"),
     [
-        (CHAT, {"max_tokens": -1}, "max_tokens"),
-        (CHAT, {"max_tokens": 0}, "max_tokens"),
-        (CHAT, {"max_tokens": "7"}, "max_tokens"),
-        (CHAT, {"max_tokens": True}, "max_tokens"),
-        (CHAT, {"max_tokens": 5000}, "context"),
+        (CHAT, {"max_tokens": -2}, "max_tokens: -2 is not allowed; allowed: -1 or more"),
+        (CHAT, {"max_tokens": "7"}, "max_tokens: '7' is not allowed; allowed: a whole number"),
+        (CHAT, {"max_tokens": True}, "max_tokens: true is not allowed; allowed: a whole number"),
+        (CHAT, {"max_tokens": 1.5}, "max_tokens: 1.5 is not allowed; allowed: a whole number"),
         (CHAT, {"n": 0}, "n:"),
         (CHAT, {"n": 17}, "n: 17 answers in one call; allowed: 16"),
         (CHAT, {"temperature": -0.1}, "temperature"),
         (CHAT, {"temperature": 1e300}, "temperature"),
         (CHAT, {"top_p": 1.1}, "top_p"),
-        (CHAT, {"stop": ["x"] * 17}, "stop"),
-        (CHAT, {"stop": ""}, "stop"),
+        (CHAT, {"stop": ["x"] * 17}, "stop: an array is not allowed; allowed: text or 16 entries at most"),
+        (CHAT, {"stop": 3}, "stop: 3 is not allowed; allowed: text or an array"),
+        (CHAT, {"stop": ["x", 3]}, "stop[1]: 3 is not allowed; allowed: text"),
+        (CHAT, {"stop": ""}, "stop: '' is not allowed; allowed: text of 1 letters or more"),
         (CHAT, {"stop": ["x" * 1025]}, "stop"),
         (CHAT, {"logit_bias": {"a": 1}}, "logit_bias: 'a' is no token"),
         (CHAT, {"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -114,11 +116,15 @@ TEXT = {"type": "text", "text": "aa"}
             (
                 CHAT,
                 {"messages": [{"role": "user", "content": [TEXT, {"type": kind, kind: {}}]}]},
-                f"'{kind}' is not text",
+                f"messages[0].content: {kind}: this server reads text only, no {what}",
             )
-            for kind in ("image_url", "input_audio")
+            for kind, what in (("image_url", "images"), ("input_audio", "sound"))
         ),
-        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "'input_image' is not text"),
+        (
+            RESPONSES,
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input_image: this server reads text only, no images",
+        ),
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"response_format": {"type": "json_object"}}, "response_format"),
         (CHAT, {"stream_options": {"include_usage": True}}, "stream_options"),
@@ -126,7 +132,14 @@ TEXT = {"type": "text", "text": "aa"}
         (CHAT, {"generation_config": '{"temperature": "warm"}'}, "generation_config: temperature"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template is not for requests to say"),
         (CHAT, {"chat_template_kwargs": {"tokenize": True}}, "tokenize is not for requests to say"),
-        (CHAT, {"unheard_of": 1}, "unheard_of"),
+        (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role: 'nobody' is not allowed"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text: it is r"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": 7}]},
+            "messages[0].content: 7 is not allowed; allowed: text or",
+        ),
+        (CHAT, {"messages": None}, "messages: null is not allowed; allowed: an array"),
         (COMPLETIONS, {"prompt": []}, "prompt"),
         (COMPLETIONS, {"prompt": [[]]}, "no tokens"),
         (COMPLETIONS, {"prompt": [-1]}, "prompt: -1 is no token"),
@@ -143,11 +156,22 @@ def test_what_is_wrong_is_named(path: str, change: dict[str, Any], named: str, s
     assert named in check_error(answer, 400)["message"]
 
 
-def test_an_unknown_model_is_named(served: Served) -> None:
+def test_any_model_is_the_one_that_is_served(served: Served) -> None:
     for path in ENDPOINTS:
-        error = check_error(httpx.post(served.url + path, json={**valid(path), "model": "gpt"}), 404)
-        assert error["code"] == "model_not_found" and "'gpt'" in error["message"] and NAME in error["message"]
+        for named in ({"model": "gpt"}, {"model": None}, {}):
+            body = {name: value for name, value in valid(path).items() if name != "model"}
+            answer = httpx.post(served.url + path, json={**body, **named}, timeout=MOST_S)
+            assert answer.status_code == 200 and answer.json()["model"] == NAME
     check_error(httpx.get(f"{served.url}/v1/models/gpt"), 404)
+
+
+def test_a_strict_server_names_an_unknown_model(served: Served) -> None:
+    with running((served.loop, served.model), HttpSettings(NAME, port=0, strict_model=True)) as url:
+        for path in ENDPOINTS:
+            error = check_error(httpx.post(url + path, json={**valid(path), "model": "gpt"}), 404)
+            assert error["code"] == "model_not_found" and "'gpt'" in error["message"] and NAME in error["message"]
+            assert httpx.post(url + path, json={**valid(path), "model": None}, timeout=MOST_S).status_code == 200
+        check_error(httpx.post(f"{url}/tokenize", json={"prompt": "aa", "model": "gpt"}), 404)
 
 
 def test_paths_and_methods(served: Served) -> None:

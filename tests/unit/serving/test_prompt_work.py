@@ -146,7 +146,7 @@ def test_texts_that_are_parsed_have_few_values() -> None:
             with nullcontext() if right else pytest.raises(ApiError, match="arguments of all calls have more than"):
                 reader.read_body(kind, content)
     settings = json.dumps({"generation_config": many, "model": "m", "messages": [{"role": "user", "content": "a"}]})
-    with pytest.raises(ApiError, match="generation_config: String should have at most"):
+    with pytest.raises(ApiError, match="generation_config: .* allowed: text of up to 65536 letters"):
         reader.read_body(ChatBody, bytearray(settings.encode()))
 
 
@@ -174,7 +174,7 @@ def test_long_work_comes_to_what_short_work_does(reader: PromptReader) -> None:
         tuple(reader.encode(text)),
         tuple(reader.encode("a")),
     ]
-    with pytest.raises(ApiError, match="prompt.tokens.1: Input should be a valid integer"):
+    with pytest.raises(ApiError, match=r"prompt\[1\]: true is not allowed; allowed: a whole number"):
         run(work.read("a", CompletionBody, bytearray(b'{"model":"m","prompt":[1,' + b"true," * SHORT + b"1]}")))
 
 
