@@ -54,31 +54,19 @@ class Form:
             raise ValueError(f"parameters of {name!r}: {error}") from error
 
     @classmethod
-    def calls(
-        cls,
-        functions: Sequence[tuple[str, dict[str, Any]]],
-        tokenizer: LLTokenizer,
-        *,
-        most: int,
-        instead: dict[str, Any] | None = None,
-    ) -> Form:
+    def calls(cls, functions: Sequence[tuple[str, dict[str, Any]]], tokenizer: LLTokenizer, *, most: int) -> Form:
         """That of a JSON array of calls, at `most` so many: each of a function by name, with parameters of its schema.
 
-        What may stand `instead` of the array is an object of that schema. Every schema stays a document of its own, in
-        which its references hold.
+        Every schema stays a document of its own, in which its references hold.
         """
-        rules = ["start: calls" if instead is None else "start: calls | object"]
-        rules.append(f'calls: "[" call ("," call){{0,{most - 1}}} "]"' if most > 1 else 'calls: "[" call "]"')
-        if instead is not None:
-            cls.json(instead, tokenizer)
-            rules.append(f"object: %json {json.dumps({**instead, GUIDANCE: COMPACT})}")
+        rules = [f'start: "[" call ("," call){{0,{most - 1}}} "]"' if most > 1 else 'start: "[" call "]"']
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
         for number, (name, schema) in enumerate(functions):
             head = json.dumps(f"{CALL_NAME}{json.dumps(name)}{CALL_ARGUMENTS}")
             parameters = json.dumps({**schema, GUIDANCE: COMPACT})
             rules.append(f"call_{number}: {head} %json {parameters} {json.dumps(CALL_END)}")
         text = "\n".join(rules)
-        check_size(text, "all schemas together have")
+        check_size(text, "the schemas of all functions together have")
         for name, schema in functions:
             # By itself what is wrong with one has the function's name.
             cls.arguments(name, schema, tokenizer)

@@ -18,7 +18,7 @@ from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
 from megakv.serving.http.errors import ApiError, shown, too_long
-from megakv.serving.http.parts import CallsOrTextParts, CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
+from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
 from megakv.serving.http.prompt_reader import PromptReader
 from megakv.serving.http.schemas import MOST_TOOLS, NO_LIMIT, SamplingBody
 from megakv.serving.http.settings import HttpSettings
@@ -109,29 +109,14 @@ def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | 
     held = _calls(body) if body.must_call else None
     if held is not None and body.stop:
         raise _wrong(held.field, "calls are not cut off by stop; leave one of the two out")
-    field = "text.format" if isinstance(body, ResponseBody) else "response_format"
     schema = None if given is None else given.schema_of_json
-    # Calls that have to be there are the whole answer.
-    if schema is not None and held is None:
-        held = (
-            _json_or_calls(body, field, schema)
-            if body.functions
-            else Held(field, partial(Form.json, schema), PlainParts)
-        )
+    if schema is not None:
+        if body.functions:
+            raise _wrong("response_format", "JSON is not answered together with tools; leave one of the two out")
+        held = Held("response_format", partial(Form.json, schema), PlainParts)
     if held is not None and body.ignore_eos:
         raise _wrong(held.field, "it does not go together with ignore_eos; leave one of the two out")
     return held
-
-
-def _json_or_calls(body: ChatBody | ResponseBody, field: str, schema: dict[str, Any]) -> Held:
-    """Either of them, as the model likes: their first letter says which."""
-    if schema.get("type") != "object":
-        raise _wrong(
-            field, "beside tools it is of the type 'object'; put what it is of into a property, or leave tools out"
-        )
-    functions = [(each.name, each.schema_of_arguments) for each in body.functions]
-    most = 1 if body.parallel_tool_calls is False else MOST_TOOLS
-    return Held(field, partial(Form.calls, functions, most=most, instead=schema), CallsOrTextParts)
 
 
 def _calls(body: ChatBody | ResponseBody) -> Held:

@@ -227,18 +227,6 @@ class CallsParts:
         return found
 
 
-class CallsOrTextParts:
-    """Calls where an answer begins as an array, else text."""
-
-    def __init__(self) -> None:
-        self._parts: Parts | None = None
-
-    def add(self, text: str, *, last: bool) -> list[Part]:
-        if self._parts is None and text:
-            self._parts = CallsParts() if text.startswith("[") else PlainParts()
-        return [] if self._parts is None else self._parts.add(text, last=last)
-
-
 def call_id() -> str:
     """A name for a call of a tool."""
     return f"call_{uuid.uuid4().hex[:24]}"

@@ -166,50 +166,6 @@ def test_responses(served: Served) -> None:
     assert [item.type for item in required.output] == ["function_call"] and not required.parallel_tool_calls
 
 
-ARRAY = {"type": "json_schema", "json_schema": {"name": "array", "schema": {"type": "array"}}}
-SCHEMA = {**Place.model_json_schema(), "additionalProperties": False}
-PLACE = {"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}
-
-
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("letter", ["[", "{"])
-def test_json_or_calls(letter: str, stream: bool, served: Served) -> None:
-    """Beside tools a format lets the model call: its first letter says which of them an answer is."""
-    asked = options(response_format=PLACE, logit_bias=without(served, letter), parallel_tool_calls=False)
-    if stream:
-        with served.client().chat.completions.stream(**asked) as events:
-            choice = events.get_final_completion().choices[0]
-    else:
-        choice = served.client().chat.completions.create(**asked).choices[0]
-    if letter == "[":
-        assert choice.finish_reason == "stop" and not choice.message.tool_calls
-        Place.model_validate_json(choice.message.content)
-    else:
-        assert choice.finish_reason == "tool_calls"
-        (call,) = choice.message.tool_calls
-        check_call(call)
-
-
-def test_calls_that_are_required_need_no_json(served: Served) -> None:
-    asked = options(response_format=PLACE, tool_choice="required", parallel_tool_calls=False)
-    for call in served.client().chat.completions.create(**asked).choices[0].message.tool_calls:
-        check_call(call)
-    asked = options(response_format=PLACE, tool_choice="none")
-    Place.model_validate_json(served.client().chat.completions.create(**asked).choices[0].message.content)
-
-
-def test_responses_are_json_or_calls(served: Served) -> None:
-    text = {"format": {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}}
-    for letter in "[{":
-        body = {"model": NAME, "input": "x", "tools": FLAT, "text": text, "logit_bias": without(served, letter)}
-        more = {"temperature": 0, "max_output_tokens": 300, "parallel_tool_calls": False}
-        answer = httpx.post(f"{served.url}/v1/responses", json={**body, **more}, timeout=MOST_S).json()
-        item = answer["output"][-1]
-        assert item["type"] == ("message" if letter == "[" else "function_call"), answer
-        if letter == "[":
-            Place.model_validate_json(item["content"][0]["text"])
-
-
 def tool(parameters: dict[str, Any]) -> list[Any]:
     return [{"type": "function", "function": {"name": "bad", "parameters": parameters}}]
 
@@ -224,7 +180,7 @@ def tool(parameters: dict[str, Any]) -> list[Any]:
         ({"tools": tool({"properties": {"a": {"type": "thing"}}})}, "parameters of 'bad': Invalid type: thing"),
         ({"tools": tool({"minProperties": 2_000})}, "parameters of 'bad': minProperties = 2000"),
         ({"tools": tool({"description": "x" * 70_000})}, "longer than the model's context"),
-        ({"response_format": ARRAY, "tools": tool({}), "tool_choice": "auto"}, "response_format: beside tools it is"),
+        ({"response_format": {"type": "json_object"}, "tools": tool({})}, "response_format"),
         ({"ignore_eos": True, "tools": tool({})}, "tool_choice: it does not go together with ignore_eos"),
         ({"stop": ["}"], "tools": tool({})}, "tool_choice: calls are not cut off by stop"),
     ],

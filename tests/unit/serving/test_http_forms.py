@@ -120,7 +120,7 @@ def test_responses(served: Served) -> None:
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
         (
             {
-                "response_format": form({"type": "string"}),
+                "response_format": {"type": "json_object"},
                 "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
             },
             "tools",
