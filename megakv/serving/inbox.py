@@ -135,7 +135,7 @@ def check_request(request: Request, engine: MegaKVEngine, vocabulary: int, capac
         )
     check_sampling(request.sampling, vocabulary)
     # What it refuses is refused here, and not where answers of others are computed.
-    Sampler(request.sampling, request.logprobs, request.form)
+    Sampler.of(request)
     try:
         engine.check_length(len(request.prompt), request.max_new_tokens)
     except ValueError as error:

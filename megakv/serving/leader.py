@@ -78,7 +78,7 @@ class Leader:
     def add(self, request: Request, submitted: float) -> None:
         """A request begins to wait."""
         alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
-        sampler, arrival = Sampler(request.sampling, request.logprobs, request.form), next(self._arrivals)
+        sampler, arrival = Sampler.of(request), next(self._arrivals)
         answer = Answer(request, arrival, submitted, self.tree.root, sampler, self._sides.sides, alone, kept)
         most = self._most_looked_up if request.prompt_lookup is None else request.prompt_lookup
         if (most := min(most, self._most_looked_up)) and (self._cuts_compressed or not request.compresses):

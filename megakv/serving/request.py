@@ -22,6 +22,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    min_tokens: int = 0
+    """Before so many have come, none does that ends the answer."""
 
 
 @dataclass(frozen=True)
