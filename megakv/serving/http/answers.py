@@ -115,7 +115,7 @@ class Answers:
             _Answer(
                 request,
                 Detokenizer(served.tokenizer, special=call.special, behind=request.prompt if call.continues else ()),
-                StopStrings(call.stops),
+                StopStrings(call.stops, shown=call.shows_stops),
             )
             for request in call.requests(uuid.uuid4().hex, self._channel.add)
         ]
@@ -190,8 +190,10 @@ class Answers:
             answer.tokens += 1
             self.usage.new_tokens += 1
             piece.tokens.append(event)
-            if event.id not in self._call.stop_ids:
-                piece.text += answer.stops.add(answer.detokenizer.add(event.id))
+            if event.id not in self._call.silent_ids:
+                new = answer.detokenizer.add(event.id)
+                # As with ends, none is looked for among the first.
+                piece.text += new if answer.tokens <= answer.request.sampling.min_tokens else answer.stops.add(new)
             if answer.stops.found is not None:
                 self._stop(answer)
                 self._end(piece, "stop")

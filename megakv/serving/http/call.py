@@ -107,15 +107,17 @@ class Held:
 def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | None) -> Held | None:
     """What a body asks for, None where an answer may be anything; an ApiError where fields do not go together."""
     held = _calls(body) if body.must_call else None
-    if held is not None and body.stop:
-        raise _wrong(held.field, "calls are not cut off by stop; leave one of the two out")
+    for name in ("stop", "stop_token_ids"):
+        if held is not None and getattr(body, name):
+            raise _wrong(held.field, f"calls are not cut off by {name}; leave one of the two out")
     schema = None if given is None else given.schema_of_json
     if schema is not None:
         if body.functions:
             raise _wrong("response_format", "JSON is not answered together with tools; leave one of the two out")
         held = Held("response_format", partial(Form.json, schema), PlainParts)
-    if held is not None and body.ignore_eos:
-        raise _wrong(held.field, "it does not go together with ignore_eos; leave one of the two out")
+    for name in ("ignore_eos", "min_tokens"):
+        if held is not None and getattr(body, name):
+            raise _wrong(held.field, f"it does not go together with {name}; leave one of the two out")
     return held
 
 
@@ -139,7 +141,7 @@ def _wrong(field: str, message: str) -> ApiError:
 
 FIELDS = (
     *("temperature", "top_p", "top_k", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "min_tokens"),
 )
 LARGEST_SEED = 1 << 63
 
@@ -153,9 +155,12 @@ class Call:
     prompts: tuple[tuple[int, ...], ...]
     n: int
     stops: tuple[str, ...]
-    stop_ids: frozenset[int]
+    silent_ids: frozenset[int]
+    """Tokens that end an answer and are no part of its text."""
     special: bool = False
     """Whether special tokens are part of the text."""
+    shows_stops: bool = False
+    """Whether the text that stops it is."""
     continues: bool = False
     """Whether answers go on in the text of their prompt."""
 
@@ -207,10 +212,17 @@ def make_call(
     if served.context is not None:
         most = min(most, *(served.context - len(tokens) for tokens in prompts))
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    stop_ids = frozenset() if body.ignore_eos else served.end_ids
+    asked_ids = _stop_ids(body.stop_token_ids, served)
+    end_ids = frozenset() if body.ignore_eos else served.end_ids
+    stop_ids = end_ids | asked_ids
+    shown = bool(body.include_stop_str_in_output)
+    silent_ids = stop_ids if not shown else end_ids - asked_ids if body.skip_special_tokens else frozenset[int]()
+    most = min(most, settings.max_new_tokens) if asked is None else asked
+    if (least := body.min_tokens or 0) > most:
+        raise ApiError(400, f"min_tokens: {least} is above the {most} that an answer may have", param="min_tokens")
     request = partial(
         Request,
-        max_new_tokens=min(most, settings.max_new_tokens) if asked is None else asked,
+        max_new_tokens=most,
         stop_ids=stop_ids,
         logprobs=logprobs,
         priority=body.priority,
@@ -220,9 +232,9 @@ def make_call(
         compresses=body.compress_cache,
         prompt_lookup=body.prompt_lookup,
     )
-    special = not continues and served.answer_template is not None
+    special = not body.skip_special_tokens or (not continues and served.answer_template is not None)
     sampling = _sampling(body, served, generation)
-    return Call(request, sampling, tuple(prompts), n, tuple(stops), stop_ids, special, continues)
+    return Call(request, sampling, tuple(prompts), n, tuple(stops), silent_ids, special, shown, continues)
 
 
 def read_generation_config(text: str | None) -> dict[str, Any]:
@@ -256,6 +268,14 @@ def _sampling(body: SamplingBody, served: ServedModel, generation: dict[str, Any
     if "seed" in values:
         values["seed"] %= LARGEST_SEED
     return replace(served.defaults, **values, logit_bias=_biases(body.logit_bias, served))
+
+
+def _stop_ids(given: list[int] | None, served: ServedModel) -> frozenset[int]:
+    for token in given or ():
+        if not 0 <= token < served.vocabulary:
+            message = f"stop_token_ids: {token} is no token; allowed: 0 to {served.vocabulary - 1}"
+            raise ApiError(400, message, param="stop_token_ids")
+    return frozenset(given or ())
 
 
 def _biases(given: dict[str, float] | None, served: ServedModel) -> dict[int, float]:

@@ -20,6 +20,7 @@ from pydantic import (
 MOST_FIELDS = 128
 MOST_STOPS = 16
 MOST_BIASES = 1024
+MOST_STOP_IDS = 1024
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_SETTINGS = 1 << 16
@@ -90,6 +91,10 @@ class SamplingBody(Body):
     ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -119,6 +124,11 @@ def _kind_of_prompt(given: Any) -> str:
     return "texts" if isinstance(first, str) else "lists of tokens" if isinstance(first, list) else "tokens"
 
 
+def _no_suffix(given: Any) -> None:
+    if given not in (None, ""):
+        raise ValueError("models here write on from their prompt; allowed: none, with the model's own marks in prompt")
+
+
 class CompletionBody(SamplingBody):
     """Of ``/v1/completions``."""
 
@@ -133,8 +143,14 @@ class CompletionBody(SamplingBody):
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Literal[False] | None = None
-    suffix: None = None
-    best_of: Literal[1] | None = None
+    suffix: Annotated[Any, AfterValidator(_no_suffix)] = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @model_validator(mode="after")
+    def _answers_are_not_ranked(self) -> CompletionBody:
+        if self.best_of not in (None, n := self.n or 1):
+            raise ValueError(f"best_of: {self.best_of} answers are not ranked here; allowed: n, which is {n}")
+        return self
 
 
 class SentBack(Body):
