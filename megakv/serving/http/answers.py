@@ -14,7 +14,7 @@ from megakv.serving.http.call import Call, ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.parts import Detokenizer, StopStrings
 from megakv.serving.http.ranks import Ranks
-from megakv.serving.request import Event, Finished, Progress, Request, Token
+from megakv.serving.request import Event, Finished, Progress, Request, Scored, Token
 
 MOST_EVENTS = 4096
 """Of one call that wait for a client that does not read; then it is taken to be gone."""
@@ -94,6 +94,8 @@ class _Answer:
     first_s: float | None = None
     last_s: float = 0.0
     tokens: int = 0
+    scores: list[Token] = field(default_factory=list)
+    """The prompt's tokens but for the first, where their log probabilities were asked for."""
 
 
 Timed = Callable[[float, float | None], None]
@@ -146,7 +148,9 @@ class Answers:
             if not events:
                 yield None
             for index, event in events:
-                if isinstance(event, Progress):
+                if isinstance(event, Scored):
+                    self._answers[index].scores += event.tokens
+                elif isinstance(event, Progress):
                     if index % self._call.n == 0:
                         progress = self._read(index, event)
                 elif not self._answers[index].done:
@@ -168,6 +172,12 @@ class Answers:
                     answer.tokens += piece.tokens
                     answer.finish = piece.finish
         return found
+
+    def prompt(self, index: int) -> list[Token]:
+        """The prompt of an answer that has begun, with log probabilities where they were asked for."""
+        first = self._answers[index - index % self._call.n]
+        ids = first.request.prompt
+        return [Token(ids[0]), *first.scores] if first.scores else [Token(token) for token in ids]
 
     def progress(self, progress: Progress) -> dict[str, Any]:
         """How far a prompt was read, as llama.cpp says it, and which rank holds how much of it."""

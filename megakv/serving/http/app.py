@@ -97,6 +97,7 @@ class Service:
             usual=USUAL_COMPLETION_TOKENS,
             n=body.n or 1,
             logprobs=body.logprobs,
+            prompt_logprobs=body.scores,
             continues=True,
         )
         return await self._answered(request, body, answers, CompletionAnswer(self._served, body, answers))

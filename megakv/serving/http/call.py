@@ -144,6 +144,8 @@ FIELDS = (
     *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "min_tokens"),
 )
 LARGEST_SEED = 1 << 63
+MOST_SCORES = 1 << 20
+"""Log probabilities of a call's prompts: all are there before the first token."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,9 @@ class Call:
             seed = self.sampling.seed
             seed = secrets.randbelow(LARGEST_SEED) if seed is None else (seed + index % self.n) % LARGEST_SEED
             sampling = replace(self.sampling, seed=seed)
-            found.append(
-                self.request(id=f"{name}-{index}", prompt=prompt, sink=partial(sink, index), sampling=sampling)
-            )
+            request = self.request(id=f"{name}-{index}", prompt=prompt, sink=partial(sink, index), sampling=sampling)
+            # The prompt's own are told once.
+            found.append(replace(request, prompt_logprobs=None) if index % self.n else request)
         return found
 
 
@@ -189,6 +191,7 @@ def make_call(
     usual: int | None = None,
     n: int = 1,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     generation: dict[str, Any] | None = None,
     continues: bool = False,
     form: Form | None = None,
@@ -202,8 +205,11 @@ def make_call(
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
-        if served.context is not None and len(tokens) + (asked or 1) > served.context:
-            raise too_long(f"a prompt of {len(tokens)} tokens with an answer of up to {asked or 1}", served.context)
+        if served.context is not None and len(tokens) + (least := 1 if asked is None else asked) > served.context:
+            raise too_long(f"a prompt of {len(tokens)} tokens with an answer of up to {least}", served.context)
+    if prompt_logprobs is not None and sum(map(len, prompts)) * (prompt_logprobs + 1) > MOST_SCORES:
+        wanted = f"{sum(map(len, prompts))} tokens of prompts with {prompt_logprobs + 1} log probabilities each"
+        raise ApiError(400, f"logprobs: {wanted}; allowed: {MOST_SCORES} in all", param="logprobs")
     if asked is not None and asked > settings.max_new_tokens:
         raise ApiError(400, f"an answer of {asked} tokens: allowed: {settings.max_new_tokens}", code="too_many_tokens")
     if n * len(prompts) > settings.max_choices:
@@ -225,6 +231,7 @@ def make_call(
         max_new_tokens=most,
         stop_ids=stop_ids,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         priority=body.priority,
         key=key,
         user=user,

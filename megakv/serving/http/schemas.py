@@ -139,12 +139,25 @@ class CompletionBody(SamplingBody):
         | Annotated[list[Tokens], Field(min_length=1, max_length=256, fail_fast=True), Tag("lists of tokens")],
         Discriminator(_kind_of_prompt),
     ]
-    max_tokens: TokenCount | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
     suffix: Annotated[Any, AfterValidator(_no_suffix)] = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @property
+    def scores(self) -> int | None:
+        """Likeliest tokens that are told beside each of the prompt's, where those have log probabilities."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @model_validator(mode="after")
+    def _something_is_asked_for(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ValueError("max_tokens: 0 is allowed with echo or prompt_logprobs; else: 1 or more")
+        return self
 
     @model_validator(mode="after")
     def _answers_are_not_ranked(self) -> CompletionBody:
