@@ -93,6 +93,7 @@ class Service:
             request,
             body,
             prompts,
+            held_to(body),
             asked=body.max_tokens,
             usual=USUAL_COMPLETION_TOKENS,
             n=body.n or 1,

@@ -22,6 +22,7 @@ from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainPa
 from megakv.serving.http.prompt_reader import PromptReader
 from megakv.serving.http.schemas import MOST_TOOLS, SamplingBody
 from megakv.serving.http.settings import HttpSettings
+from megakv.serving.http.structured import structured
 from megakv.serving.request import Event, Request, Sampling
 
 if TYPE_CHECKING:
@@ -104,17 +105,28 @@ class Held:
     parts: Callable[[], Parts]
 
 
-def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | None) -> Held | None:
+def held_to(body: SamplingBody, given: TextFormat | ResponseFormat | None = None) -> Held | None:
     """What a body asks for, None where an answer may be anything; an ApiError where fields do not go together."""
-    held = _calls(body) if body.must_call else None
+    tools = isinstance(body, ChatBody | ResponseBody)
+    held = _calls(body) if tools and body.must_call else None
+    calls, asked = held, [Held(field, make, PlainParts) for field, make in structured(body).items()]
     for name in ("stop", "stop_token_ids"):
         if held is not None and getattr(body, name):
             raise _wrong(held.field, f"calls are not cut off by {name}; leave one of the two out")
     schema = None if given is None else given.schema_of_json
     if schema is not None:
-        if body.functions:
-            raise _wrong("response_format", "JSON is not answered together with tools; leave one of the two out")
-        held = Held("response_format", partial(Form.json, schema), PlainParts)
+        asked.append(Held("response_format", partial(Form.json, schema), PlainParts))
+    if len(asked) > 1:
+        names = " and ".join(each.field for each in asked)
+        raise _wrong(asked[1].field, f"an answer is held to one thing, not to {names}; leave all but one out")
+    if asked and tools and body.functions and calls is None:
+        raise _wrong(
+            asked[0].field,
+            "with tools a model may call them, or not: say which by tool_choice; allowed: 'required', a named tool "
+            "(then the answer is calls) or 'none' (then it is of this form)",
+        )
+    # Calls have no content that would be of a form.
+    held = calls or (asked[0] if asked else None)
     for name in ("ignore_eos", "min_tokens"):
         if held is not None and getattr(body, name):
             raise _wrong(held.field, f"it does not go together with {name}; leave one of the two out")

@@ -72,6 +72,20 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
+Grammar = Annotated[str, Field(min_length=1, max_length=1 << 16)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=1 << 16)]], Field(min_length=1, max_length=1024)]
+
+
+class StructuredOutputs(Body):
+    """What an answer is held to, as vLLM has it: one of these."""
+
+    json_: dict[str, Any] | Grammar | None = Field(default=None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+
+
 class SamplingBody(Body):
     """What all endpoints take."""
 
@@ -96,6 +110,12 @@ class SamplingBody(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    # By the names that they had before.
+    guided_json: dict[str, Any] | Grammar | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool = False
