@@ -74,6 +74,15 @@ class Form:
         return cls.of(LLMatcher.grammar_from_lark(text), tokenizer)
 
     @classmethod
+    def json_or(cls, opening: str, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
+        """JSON of a schema, or what begins with an `opening`, in Lark's notation, and goes on anyhow."""
+        # By itself what is wrong with it is said.
+        cls.json(schema, tokenizer)
+        held = json.dumps({**holdable(schema), GUIDANCE: COMPACT})
+        rules = ["start: json | other", f"json: %json {held}", f"other: {opening} (TEXT | <[*]>)*", r"TEXT: /(.|\n)+/"]
+        return cls.of(LLMatcher.grammar_from_lark("\n".join(rules)), tokenizer)
+
+    @classmethod
     def arguments(cls, name: str, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
         """That of the arguments of one function, which are an object."""
         try:
@@ -89,18 +98,17 @@ class Form:
 
         Every schema stays a document of its own, in which its references hold.
         """
+        check_size("".join(map(json.dumps, functions)), "the schemas of all functions together have")
+        for name, schema in functions:
+            # By itself what is wrong with one has the function's name.
+            cls.arguments(name, schema, tokenizer)
         rules = [f'start: "[" call ("," call){{0,{most - 1}}} "]"' if most > 1 else 'start: "[" call "]"']
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
         for number, (name, schema) in enumerate(functions):
             head = json.dumps(f"{CALL_NAME}{json.dumps(name)}{CALL_ARGUMENTS}")
             parameters = json.dumps({**holdable(schema), GUIDANCE: COMPACT})
             rules.append(f"call_{number}: {head} %json {parameters} {json.dumps(CALL_END)}")
-        text = "\n".join(rules)
-        check_size(text, "the schemas of all functions together have")
-        for name, schema in functions:
-            # By itself what is wrong with one has the function's name.
-            cls.arguments(name, schema, tokenizer)
-        return cls.of(LLMatcher.grammar_from_lark(text), tokenizer)
+        return cls.of(LLMatcher.grammar_from_lark("\n".join(rules)), tokenizer)
 
     @classmethod
     def of(cls, grammar: str, tokenizer: LLTokenizer) -> Form:

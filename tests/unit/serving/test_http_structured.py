@@ -3,16 +3,21 @@
 import json
 import random
 import re
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
 from llguidance.hf import from_tokenizer
+from transformers.cli.serving.utils import ToolCall
 
 from megakv.serving.form import Form
+from megakv.serving.http.either import EitherParts, Opening
+from megakv.serving.http.settings import HttpSettings
 from megakv.serving.schema import check_regex, holdable
 from tests.distributed.models import prose
-from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error
+from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error, running
 from tests.unit.serving.tokenizers import byte_level
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -176,3 +181,94 @@ def test_others_are_not(text: str) -> None:
 )
 def test_what_cannot_be_is_said(served: Served, fields: dict[str, Any], says: str) -> None:
     assert says in check_error(ask(served, CHAT, **{"max_tokens": 5, **fields}), 400)["message"]
+
+
+MARKED = {
+    "text": ("<tool_call>", {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"}),
+    "special": ("<user>", {"open": "<user>", "close": "<assistant>"}),
+}
+
+
+@pytest.mark.parametrize("kind", MARKED)
+def test_json_or_calls_whichever_the_model_begins(kind: str, bytes_served: Served) -> None:
+    """With a mark that is text, or a special token."""
+    opening, marks = MARKED[kind]
+    transform = {"type": "function", "function": "{content}"}
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<assistant>",
+        "fields": {"tool_calls": {**marks, "repeats": True, "content": "json", "transform": transform},
+                   "content": {"content": "text"}},
+    }  # fmt: skip
+    model = replace(bytes_served.model, answer_template=template)
+    found = model.opening
+    assert found is not None and found.text == opening
+    schema = {"type": "object", "properties": {"a": {"const": f"x {opening}"}}, "required": ["a"]}
+    form = model.form(partial(Form.json_or, found.lark, {**schema, "additionalProperties": False}), "response_format")
+    call = f'{opening}{{"name": "f", "arguments": {{"b": 1}}}}{marks["close"]}'
+    encode = partial(model.tokenizer.encode, add_special_tokens=False)
+    for text, goes_on in (
+        (json.dumps({"a": f"x {opening}"}).replace(": ", ":"), False),
+        (call, True),
+        (call * 2, True),
+    ):
+        state, tokens = form.begin(), encode(text)
+        if not goes_on and kind == "special":
+            continue  # In a text it is no special token.
+        for token in tokens:
+            assert state.allowed(model.vocabulary)[token]
+            state.take(token)
+        assert state.allowed(model.vocabulary)[min(model.end_ids)] and not state.problem
+        for size in (1, 4, 1000):
+            parts = EitherParts(opening, model.parts((), []))
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            told = [part for piece in pieces for part in parts.add(piece, last=False)] + parts.add("", last=True)
+            if goes_on:
+                calls = [part for part in told if isinstance(part, ToolCall)]
+                assert [(each.name, json.loads(each.arguments)) for each in calls] == [("f", {"b": 1})] * text.count(
+                    "f"
+                )
+            else:
+                assert "".join(map(str, told)) == text
+    assert not form.begin().allowed(model.vocabulary)[encode("x")[0]]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "opening"),
+    [
+        (r"\s*<tool_call>\s*<function=(?P<name>[^>]+)>", "<tool_call>"),
+        (r"<\|tool_call>call:(?P<name>\w+)", "<|tool_call>call:"),
+        (r"<a|<b", None),
+        (r"\s*[a-c]+", None),
+        (r"<too?", "<to"),
+        (r"\{json", None),
+    ],
+)
+def test_what_calls_begin_with(pattern: str, opening: str | None) -> None:
+    found = Opening.of({"fields": {"tool_calls": {"open_pattern": pattern}}}, byte_level())
+    assert (None if found is None else found.text) == opening
+    assert Opening.of(None, byte_level()) is None
+
+
+def test_a_server_answers_either(bytes_served: Served) -> None:
+    """Whatever a model of random weights begins."""
+    loop, tools = bytes_served.loop, [{"type": "function", "function": {"name": "f"}}]
+    template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "<assistant>",
+        "fields": {
+            "tool_calls": {"open": "<call>", "close": "</call>", "content": "text"},
+            "content": {"content": "text"},
+        },
+    }
+    model = replace(bytes_served.model, answer_template=template)
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": [7, 8]}}}
+    with running((loop, model), HttpSettings(NAME, port=0)) as url:
+        served = replace(bytes_served, url=url)
+        begun = [id for text, id in model.tokenizer.get_vocab().items() if text.startswith("<")]
+        for bias in (-100, 100):
+            fields: dict[str, Any] = {"tools": tools, "response_format": form, "temperature": 0, "max_tokens": 8}
+            answer = ask(served, CHAT, **fields, logit_bias={str(token): bias for token in begun})
+            assert answer.status_code == 200, answer.text
+            text = answer.json()["choices"][0]["message"]["content"]
+            assert text in ("7", "8") if bias < 0 else (text or "<call>").startswith("<call>"), text
