@@ -16,7 +16,7 @@ LEAST_LETTERS = 3
 
 @dataclass(frozen=True)
 class Opening:
-    """What a model's calls begin with, as text and as a grammar has it."""
+    """What a model's calls begin with, as text and as a grammar has it; nothing where no call would be seen as one."""
 
     text: str
     lark: str
@@ -25,7 +25,8 @@ class Opening:
     def of(cls, template: Any, tokenizer: PreTrainedTokenizerBase) -> Opening | None:
         """That of an answer template; None where it has no text that all calls begin with."""
         fields = template.get("fields") if isinstance(template, dict) else None
-        calls = (fields or {}).get("tool_calls") or {}
+        if not (calls := (fields or {}).get("tool_calls")):
+            return cls("", "")
         text = calls.get("open") or _literal(calls.get("open_pattern") or "")
         if len(text) < LEAST_LETTERS or text[0] in '{["':
             return None

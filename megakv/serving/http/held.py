@@ -49,7 +49,8 @@ def held_to(
     if len(asked) > 1:
         names = " and ".join(each.field for each in asked)
         raise _wrong(asked[1].field, f"an answer is held to one thing, not to {names}; leave all but one out")
-    if asked and tools is not None and tools.functions and calls is None:
+    seen = opening is None or opening.text != ""
+    if asked and tools is not None and tools.functions and calls is None and seen:
         if schema is not None and opening is not None:
             asked = [Held("response_format", partial(Form.json_or, opening.lark, schema), PlainParts, opening.text)]
         else:

@@ -118,13 +118,6 @@ def test_responses(served: Served) -> None:
         ({"response_format": form({"type": "object", "description": "x" * 70_000})}, "70"),
         ({"response_format": form({"enum": list(range(10_001))})}, "parts"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-            },
-            "tools",
-        ),
     ],
 )
 def test_what_cannot_be_is_said(served: Served, body: dict[str, Any], says: str) -> None:
