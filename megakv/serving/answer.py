@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from megakv.injection.policy import RopeSides
 from megakv.serving.lookups import StreamLookup
@@ -52,12 +53,19 @@ class Answer:
     failures: int = 0
     counted: bool = False
     """Whether its prompt is part of what was counted, and its client knows that it runs."""
+    scored: int = 1
+    """Tokens of the prompt whose log probabilities were told, where they are wanted: the first one has none."""
     token_at: float | None = None
     lookup: StreamLookup | None = None
     """None where its next tokens are not looked up."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+
+    @property
+    def scores(self) -> bool:
+        """Whether log probabilities of its prompt's tokens are still to be told."""
+        return self.request.prompt_logprobs is not None and self.scored < len(self.request.prompt)
 
     @property
     def priority(self) -> int:
@@ -170,8 +178,20 @@ class Part:
     answer: Answer
     new: int
     candidates: list[int] = field(default_factory=list)
+    scored: int = 0
+    """So many rows of logits before that of its last token are wanted, too."""
     row: int = 0
     """Of the logits behind its last token, or behind the last candidate that has come true."""
+
+
+@dataclass
+class Outcome:
+    """What came of a plan, on rank 0."""
+
+    seconds: float
+    logits: Tensor | None = None
+    unread: dict[int, str] = field(default_factory=dict)
+    """Nodes that could not be read from disk by some rank."""
 
 
 @dataclass

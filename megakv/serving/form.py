@@ -1,4 +1,4 @@
-"""Answers of a given form, JSON of a schema or calls of functions: which tokens may come next, by llguidance."""
+"""Answers of a given form, JSON of a schema, calls or any grammar: which tokens may come next, by llguidance."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 from torch import Tensor
 
-COMPACT: Any = {"whitespace_flexible": False}
-"""A model that may write blanks between two values may never stop to."""
-MOST_BYTES, MOST_PARTS, MOST_COUNT = 1 << 16, 10_000, 1_000
-"""Of a schema, of its parts at all depths, and of what it says of lengths: the library makes something for each."""
-COUNTS = frozenset(f"{bound}{what}" for bound in ("min", "max") for what in ("Items", "Length", "Properties"))
+from megakv.serving.schema import LOOKS, check_regex, check_repeats, holdable
+
+COMPACT: Any = {"whitespace_flexible": False, "coerce_one_of": True}
+"""A model that may write blanks between two values may never stop to. Of several kinds it is held to any one."""
+MOST_BYTES, MOST_PARTS = 1 << 16, 10_000
+"""Of a schema or grammar, and of a schema's parts at all depths: the library makes something for each."""
 GUIDANCE = "x-guidance"
 """With it a schema would say how the library is to read it."""
 CALL_NAME, CALL_ARGUMENTS, CALL_END = '{"name":', ',"parameters":', "}"
@@ -40,8 +42,45 @@ class Form:
         """That of a JSON schema; a ValueError says what of the schema cannot be."""
         text = json.dumps({name: value for name, value in schema.items() if name != GUIDANCE})
         check_size(text, "the schema has")
-        check_counts(schema)
+        check_parts(schema)
+        text = json.dumps(holdable({name: value for name, value in schema.items() if name != GUIDANCE}))
         return cls.of(LLMatcher.grammar_from_json_schema(text, overrides=COMPACT), tokenizer)
+
+    @classmethod
+    def regex(cls, text: str, tokenizer: LLTokenizer) -> Form:
+        """That of a regular expression, which the whole answer is; a ValueError says what of it cannot be."""
+        check_size(text, "it has")
+        check_regex(text)
+        if found := LOOKS.search(text):
+            raise ValueError(f"it has {found[0]!r}: look-around and back references are not held to; write it without")
+        return cls.of(LLMatcher.grammar_from_regex(text), tokenizer)
+
+    @classmethod
+    def lark(cls, text: str, tokenizer: LLTokenizer) -> Form:
+        """That of a grammar in Lark's notation, or in EBNF as llama.cpp and vLLM take it; a ValueError as above."""
+        check_size(text, "it has")
+        check_repeats(text)
+        try:
+            text = any_to_lark(text)
+        except Exception as error:  # whatever a stranger's grammar makes the library raise
+            raise ValueError(f"it cannot be read as EBNF: {str(error)[:200]}") from error
+        return cls.of(LLMatcher.grammar_from_lark(text), tokenizer)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], tokenizer: LLTokenizer) -> Form:
+        """One of some texts."""
+        text = "start: " + " | ".join(json.dumps(each, ensure_ascii=False) for each in texts)
+        check_size(text, "they have")
+        return cls.of(LLMatcher.grammar_from_lark(text), tokenizer)
+
+    @classmethod
+    def json_or(cls, opening: str, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
+        """JSON of a schema, or what begins with an `opening`, in Lark's notation, and goes on anyhow."""
+        # By itself what is wrong with it is said.
+        cls.json(schema, tokenizer)
+        held = json.dumps({**holdable(schema), GUIDANCE: COMPACT})
+        rules = ["start: json | other", f"json: %json {held}", f"other: {opening} (TEXT | <[*]>)*", r"TEXT: /(.|\n)+/"]
+        return cls.of(LLMatcher.grammar_from_lark("\n".join(rules)), tokenizer)
 
     @classmethod
     def arguments(cls, name: str, schema: dict[str, Any], tokenizer: LLTokenizer) -> Form:
@@ -59,18 +98,17 @@ class Form:
 
         Every schema stays a document of its own, in which its references hold.
         """
+        check_size("".join(map(json.dumps, functions)), "the schemas of all functions together have")
+        for name, schema in functions:
+            # By itself what is wrong with one has the function's name.
+            cls.arguments(name, schema, tokenizer)
         rules = [f'start: "[" call ("," call){{0,{most - 1}}} "]"' if most > 1 else 'start: "[" call "]"']
         rules.append("call: " + " | ".join(f"call_{number}" for number in range(len(functions))))
         for number, (name, schema) in enumerate(functions):
             head = json.dumps(f"{CALL_NAME}{json.dumps(name)}{CALL_ARGUMENTS}")
-            parameters = json.dumps({**schema, GUIDANCE: COMPACT})
+            parameters = json.dumps({**holdable(schema), GUIDANCE: COMPACT})
             rules.append(f"call_{number}: {head} %json {parameters} {json.dumps(CALL_END)}")
-        text = "\n".join(rules)
-        check_size(text, "the schemas of all functions together have")
-        for name, schema in functions:
-            # By itself what is wrong with one has the function's name.
-            cls.arguments(name, schema, tokenizer)
-        return cls.of(LLMatcher.grammar_from_lark(text), tokenizer)
+        return cls.of(LLMatcher.grammar_from_lark("\n".join(rules)), tokenizer)
 
     @classmethod
     def of(cls, grammar: str, tokenizer: LLTokenizer) -> Form:
@@ -116,8 +154,8 @@ def check_size(text: str, whose: str) -> None:
         raise ValueError(f"{whose} {len(text)} bytes; allowed: {MOST_BYTES}")
 
 
-def check_counts(schema: Any) -> None:
-    """Refuse what is too large, or asks for too much, at any depth: a ValueError."""
+def check_parts(schema: Any) -> None:
+    """Refuse what has too many parts, at any depth: a ValueError."""
     parts, coming = 0, deque([schema])
     while coming:
         part = coming.popleft()
@@ -125,10 +163,6 @@ def check_counts(schema: Any) -> None:
         if parts > MOST_PARTS:
             raise ValueError(f"the schema has more than {MOST_PARTS} parts")
         if isinstance(part, dict):
-            for name in COUNTS & part.keys():
-                count = part[name]
-                if isinstance(count, int | float) and not 0 <= count <= MOST_COUNT:
-                    raise ValueError(f"{name} = {count}: allowed: 0 to {MOST_COUNT}")
             coming.extend(part.values())
         elif isinstance(part, list):
             coming.extend(part)

@@ -118,12 +118,16 @@ def check_request(request: Request, engine: MegaKVEngine, vocabulary: int, capac
     """Refuse what cannot be answered: a ValueError that names it, or the setting that limits it."""
     if not request.prompt:
         raise ValueError("the prompt is empty: at least one token is needed")
-    if request.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens = {request.max_new_tokens}: allowed: 1 or more")
+    if request.max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens = {request.max_new_tokens}: allowed: 0 or more")
     if wrong := [token for token in request.prompt if not 0 <= token < vocabulary]:
         raise ValueError(f"the prompt has token {wrong[0]}: allowed: 0 to {vocabulary - 1}")
     if request.logprobs is not None and not 0 <= request.logprobs <= vocabulary:
         raise ValueError(f"logprobs = {request.logprobs}: allowed: 0 to {vocabulary}")
+    if request.prompt_logprobs is not None and not 0 <= request.prompt_logprobs <= vocabulary:
+        raise ValueError(f"prompt_logprobs = {request.prompt_logprobs}: allowed: 0 to {vocabulary}")
+    if request.prompt_logprobs is not None and request.compresses:
+        raise ValueError("compress_cache = true: not with log probabilities of the prompt; leave out one of them")
     if request.compresses and not engine.compresses:
         raise ValueError(
             "compress_cache = true: the server has no budget for caches; start it with a JSON that has "
@@ -135,7 +139,7 @@ def check_request(request: Request, engine: MegaKVEngine, vocabulary: int, capac
         )
     check_sampling(request.sampling, vocabulary)
     # What it refuses is refused here, and not where answers of others are computed.
-    Sampler(request.sampling, request.logprobs, request.form)
+    Sampler.of(request)
     try:
         engine.check_length(len(request.prompt), request.max_new_tokens)
     except ValueError as error:

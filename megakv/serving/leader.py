@@ -5,17 +5,18 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
 from megakv.injection.policy import RopeSides
 from megakv.serving.admission import Admission
-from megakv.serving.answer import NEW_TOKEN, Answer, Part, Pass
+from megakv.serving.answer import NEW_TOKEN, Answer, Outcome, Part, Pass
 from megakv.serving.lookups import StreamLookup
 from megakv.serving.pass_times import PassSize
 from megakv.serving.plan import Await, Crop, Plan
 from megakv.serving.prefix_tree import PrefixTree
+from megakv.serving.prompt_scores import MOST_ROWS, tell_scores
 from megakv.serving.request import Finished, Progress, Request, Token
 from megakv.serving.sampler import Sampler, sample
 from megakv.serving.scheduler import Scheduler
@@ -26,16 +27,6 @@ from megakv.serving.turns import Queue
 
 MOST_FAILURES = 2
 """An answer that was part of so many passes that failed ends with the error."""
-
-
-@dataclass
-class Outcome:
-    """What came of a plan, on rank 0."""
-
-    seconds: float
-    logits: Tensor | None = None
-    unread: dict[int, str] = field(default_factory=dict)
-    """Nodes that could not be read from disk by some rank."""
 
 
 class Leader:
@@ -77,8 +68,9 @@ class Leader:
 
     def add(self, request: Request, submitted: float) -> None:
         """A request begins to wait."""
-        alone, kept = request.compresses or not self._joins, self._keeps and not request.compresses
-        sampler, arrival = Sampler(request.sampling, request.logprobs, request.form), next(self._arrivals)
+        whole = request.compresses or request.prompt_logprobs is not None
+        alone, kept = whole or not self._joins, self._keeps and not whole
+        sampler, arrival = Sampler.of(request), next(self._arrivals)
         answer = Answer(request, arrival, submitted, self.tree.root, sampler, self._sides.sides, alone, kept)
         most = self._most_looked_up if request.prompt_lookup is None else request.prompt_lookup
         if (most := min(most, self._most_looked_up)) and (self._cuts_compressed or not request.compresses):
@@ -168,14 +160,17 @@ class Leader:
             return self._made(parts, PassSize() if self._joins else step)
         reader = replace(self._admission.reader(answer), left=min(end - read, answer.run))
         new = self._scheduler.chunk(reader, others=len(self.running) > 1)
+        if answer.scores:
+            new = min(new, MOST_ROWS)
+            return self._made([Part(answer, new, scored=new - 1)], PassSize())
         return self._made([Part(answer, new)], PassSize().with_prompt(read, new))
 
     def _made(self, chosen: list[Part], size: PassSize) -> Plan:
         """The plan of a pass, with what becomes of prefixes."""
         proposed = 0
         for index, part in enumerate(chosen):
-            part.row = index + proposed
-            proposed += len(part.candidates)
+            part.row = index + proposed + part.scored
+            proposed += len(part.candidates) + part.scored
         if proposed and size != PassSize():
             size = replace(size, candidates=proposed)
         coming = list(self.tree.loading.values())
@@ -187,7 +182,7 @@ class Leader:
             commands.append(Await(tuple(node.id for node in awaited)))
         self._pass = Pass(chosen, size, awaited)
         tokens = tuple((*part.answer.tokens[part.answer.cached :][: part.new], *part.candidates) for part in chosen)
-        candidates = tuple(len(part.candidates) for part in chosen) if proposed else ()
+        candidates = tuple(len(part.candidates) + part.scored for part in chosen) if proposed else ()
         reset, self._reset = self._reset, False
         numbers = tuple(part.answer.number for part in chosen)
         longest = chosen[0].answer.side if chosen else 0
@@ -224,7 +219,12 @@ class Leader:
                 if not answer.new:
                     ranks = self._held(answer.number)
                     answer.request.sink(Progress(answer.hits, answer.cached, len(answer.tokens), ranks))
-            if not answer.left:
+            if answer.scores and outcome.logits is not None:
+                tell_scores(part, outcome.logits)
+                answer.alone = answer.scores or answer.request.compresses or not self._joins
+            if not answer.left and answer.new == answer.request.max_new_tokens:
+                self._end(answer, Finished("length"))
+            elif not answer.left:
                 asked.append(part)
         while asked:
             # Once for the next token of each, and again for those whose candidate has come true.

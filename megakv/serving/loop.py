@@ -13,9 +13,10 @@ from megakv.base.device import without_autograd
 from megakv.base.errors import MegaKVError, PeerLostError
 from megakv.engine.engine import MegaKVEngine
 from megakv.engine.session_files import fingerprint
+from megakv.serving.answer import Outcome
 from megakv.serving.first_passes import first_passes, memory_in_use
 from megakv.serving.inbox import Inbox, RefusedError, check_request
-from megakv.serving.leader import Leader, Outcome
+from megakv.serving.leader import Leader
 from megakv.serving.plan import Plan
 from megakv.serving.prefix_folder import PrefixFolder
 from megakv.serving.prefix_tree import PrefixTree

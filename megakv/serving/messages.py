@@ -23,7 +23,7 @@ from dataclasses import asdict
 from typing import Any
 
 from megakv.serving.form import Form
-from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
+from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Scored, Token
 from megakv.serving.stats import Document, ServingStats, State
 
 SIZES = struct.Struct("<II")
@@ -71,6 +71,7 @@ def submit_message(number: int, request: Request) -> bytes:
         "sampling": asdict(request.sampling),
         "stop_ids": list(request.stop_ids),
         "logprobs": request.logprobs,
+        "prompt_logprobs": request.prompt_logprobs,
         "priority": request.priority,
         "user": request.user,
         "key": request.key,
@@ -96,6 +97,7 @@ def read_submit(
         sampling=Sampling(**sampling),
         stop_ids=frozenset(header["stop_ids"]),
         logprobs=header["logprobs"],
+        prompt_logprobs=header["prompt_logprobs"],
         priority=header["priority"],
         user=header["user"],
         key=header["key"],
@@ -111,7 +113,7 @@ def events_message(events: Sequence[tuple[int, Event]], state: State) -> bytes:
     Plain tokens are pairs of numbers in the tail. Before them is how far prompts were read, behind them all else:
     one request's events keep their order so, for nothing is read of a prompt any more when its answer has begun.
     """
-    before, behind, tokens = [], [], array("i")
+    before, scores, behind, tokens = [], [], [], array("i")
     for number, event in events:
         match event:
             case Token(id, None, ()):
@@ -121,24 +123,32 @@ def events_message(events: Sequence[tuple[int, Event]], state: State) -> bytes:
                 behind.append([number, "token", id, logprob, top])
             case Progress(cached, read, total, ranks):
                 before.append([number, cached, read, total, ranks])
+            case Scored(told):
+                scores.append([number, [[token.id, token.logprob, token.top] for token in told]])
             case Finished(why, said):
                 behind.append([number, "finished", why, said])
-    return message({"op": "events", "state": state, "before": before, "behind": behind}, tokens.tobytes())
+    header = {"op": "events", "state": state, "before": before, "scores": scores, "behind": behind}
+    return message(header, tokens.tobytes())
 
 
 def read_events(header: Header, tail: bytes) -> Iterator[tuple[int, Event]]:
     """Events of such a message, in an order that is each request's."""
     for number, cached, read, total, ranks in header["before"]:
         yield number, Progress(cached, read, total, tuple(ranks))
+    for number, told in header["scores"]:
+        yield number, Scored(tuple(_token(*each) for each in told))
     tokens = array("i", tail)
     for number, token in zip(tokens[::2], tokens[1::2], strict=True):
         yield number, Token(token)
     for number, kind, *values in header["behind"]:
         if kind == "token":
-            token, logprob, top = values
-            yield number, Token(token, logprob, tuple((other, likely) for other, likely in top))
+            yield number, _token(*values)
         else:
             yield number, Finished(*values)
+
+
+def _token(token: int, logprob: float | None, top: Sequence[tuple[int, float]]) -> Token:
+    return Token(token, logprob, tuple((other, likely) for other, likely in top))
 
 
 def stats_message(stats: ServingStats, documents: Sequence[Document]) -> bytes:

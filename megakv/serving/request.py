@@ -22,6 +22,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
+    min_tokens: int = 0
+    """Before so many have come, none does that ends the answer."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,13 @@ class Token:
 
 
 @dataclass(frozen=True)
+class Scored:
+    """The next tokens of a prompt, from its second one on, with their log probabilities behind those before them."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True)
 class Finished:
     """No more tokens come. `why` is "error" where the message says what failed."""
 
@@ -52,7 +61,7 @@ class Finished:
     message: str = ""
 
 
-Event = Progress | Token | Finished
+Event = Progress | Scored | Token | Finished
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +80,9 @@ class Request:
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    """Where it is there, the prompt's tokens are told with their log probabilities, and so many of the likeliest
+    ones'. It is read whole then, in passes of its own, and not kept."""
     priority: int = 0
     user: str = ""
     key: str = ""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -12,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
 )
 
 from megakv.serving.form import Form, FormState
-from megakv.serving.request import Sampling, Token
+from megakv.serving.penalties import Penalties
+from megakv.serving.request import Request, Sampling, Token
 
 MOST_SEED = (1 << 63) - 1
 LEAST_TEMPERATURE = 1e-5
@@ -43,6 +42,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
         "repetition_penalty": (sampling.repetition_penalty >= LEAST_PENALTY, f"{LEAST_PENALTY:g} or more; 1 for none"),
         "presence_penalty": (True, "a number"),
         "frequency_penalty": (True, "a number"),
+        "min_tokens": (sampling.min_tokens >= 0, "0 or more"),
         "seed": (sampling.seed is None or abs(sampling.seed) <= MOST_SEED, "a whole number of 64 bits"),
     }
     for name, (fits, what) in allowed.items():
@@ -58,10 +58,17 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
 
 class Sampler:
     """Chooses the tokens of one answer; `logprobs` of how many of the likeliest ones are told, None for not even its
-    own. Log probabilities are the model's, before anything else is applied.
+    own. Log probabilities are the model's, before anything else is applied. None of `end_ids` comes before
+    `min_tokens` have come.
     """
 
-    def __init__(self, sampling: Sampling, logprobs: int | None = None, form: Form | None = None):
+    def __init__(
+        self,
+        sampling: Sampling,
+        logprobs: int | None = None,
+        form: Form | None = None,
+        end_ids: Collection[int] = (),
+    ):
         self.sampling, self._logprobs = sampling, logprobs
         self._form = form
         self._state: FormState | None = None
@@ -73,16 +80,19 @@ class Sampler:
             self.generator.manual_seed(sampling.seed)
         self._bias_ids = torch.tensor(list(sampling.logit_bias), dtype=torch.long)
         self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
-        penalty = sampling.repetition_penalty
-        self._repetition = None if penalty == 1 else RepetitionPenaltyLogitsProcessor(float(penalty))
+        self._penalties = Penalties(sampling)
         self._warpers = LogitsProcessorList()
         if not self._likeliest and sampling.temperature != 1:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
         if sampling.top_k:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
-        # Of the answer so far.
-        self._counts: Counter[int] = Counter()
-        self._penalised = sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+        # None of these comes among so many first tokens.
+        self._end_ids, self._early = torch.tensor(sorted(end_ids), dtype=torch.long), sampling.min_tokens
+
+    @classmethod
+    def of(cls, request: Request) -> Sampler:
+        """That of a request."""
+        return cls(request.sampling, request.logprobs, request.form, request.stop_ids)
 
     @property
     def plain(self) -> bool:
@@ -92,7 +102,7 @@ class Sampler:
     @property
     def _changes(self) -> bool:
         """Whether anything but the logits of a token says which one it is, or more than a token is wanted."""
-        changes = self._penalised or self._repetition is not None or len(self.sampling.logit_bias) > 0
+        changes = bool(self._penalties) or len(self.sampling.logit_bias) > 0 or self._early > 0
         return changes or self._logprobs is not None or self._form is not None
 
     @property
@@ -108,15 +118,11 @@ class Sampler:
     def next(self, logits_V: Tensor, tokens: Sequence[int]) -> Token | None:
         """The next of an answer, behind all `tokens`, those of the prompt included; None where none may come."""
         raw_V = logits_V.float()
-        scores_V = raw_V.clone()
-        if self._repetition is not None:
-            scores_V = self._repetition(torch.tensor([tokens]), scores_V[None])[0]
-        if self._penalised and self._counts:
-            ids = torch.tensor(list(self._counts))
-            counts = torch.tensor(list(self._counts.values()), dtype=torch.float32)
-            scores_V[ids] -= self.sampling.presence_penalty + self.sampling.frequency_penalty * counts
+        scores_V = self._penalties.apply(raw_V.clone(), tokens)
         if len(self._bias_ids):
             scores_V[self._bias_ids] += self._biases
+        if self._early:
+            scores_V[self._end_ids] = -torch.inf
         if self._form is not None:
             self._state = self._state or self._form.begin()
             allowed_V = self._state.allowed(len(scores_V))
@@ -128,8 +134,8 @@ class Sampler:
             return None
         if self._state is not None:
             self._state.take(chosen)
-        if self._penalised:
-            self._counts[chosen] += 1
+        self._penalties.take(chosen, len(raw_V))
+        self._early -= self._early > 0
         if self._logprobs is None:
             return Token(chosen)
         logprobs_V = raw_V.log_softmax(-1)

@@ -58,6 +58,18 @@ def ask(server: Server, text: str, count: int, **options: Any) -> Any:
     return create(model=NAME, messages=messages, max_tokens=count, temperature=0, **options)
 
 
+def check_scores(server: Server, model: Path) -> None:
+    """Log probabilities of a prompt are those of plain transformers, also where it was read before."""
+    tokens = [random.randrange(5, 90) for _ in range(300)]
+    plain = AutoModelForCausalLM.from_pretrained(model)
+    with torch.inference_mode():
+        expected = plain(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    own = [float(row[token]) for row, token in zip(expected, tokens[1:], strict=True)]
+    for options in ({"max_tokens": 1}, {"max_tokens": 0, "echo": True, "logprobs": 1}):
+        answer = server.client().completions.create(model=NAME, prompt=tokens, **options)  # type: ignore[call-overload]
+    assert answer.choices[0].logprobs.token_logprobs[1:] == pytest.approx(own, abs=1e-3)
+
+
 def streamed(server: Server, text: str, into: list[Any]) -> None:
     """An answer that takes some time, and what ended it."""
     try:
@@ -113,6 +125,7 @@ def test_clients_as_they_are_and_an_orderly_end(model: Path, tmp_path: Path) -> 
         assert first.choices[0].message.content == second.choices[0].message.content == expected
         assert first.usage.prompt_tokens_details.cached_tokens == 0
         assert second.usage.prompt_tokens_details.cached_tokens == second.usage.prompt_tokens - 1
+        check_scores(server, model)
         # It asks whether to go on where an answer has come to its limit.
         drawn = iter(lambda: prose(4), "")
         question = next(text for text in drawn if ask(server, text, 6).choices[0].finish_reason == "length")

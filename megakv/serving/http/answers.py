@@ -14,7 +14,7 @@ from megakv.serving.http.call import Call, ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
 from megakv.serving.http.parts import Detokenizer, StopStrings
 from megakv.serving.http.ranks import Ranks
-from megakv.serving.request import Event, Finished, Progress, Request, Token
+from megakv.serving.request import Event, Finished, Progress, Request, Scored, Token
 
 MOST_EVENTS = 4096
 """Of one call that wait for a client that does not read; then it is taken to be gone."""
@@ -87,8 +87,6 @@ class _Answer:
     request: Request
     detokenizer: Detokenizer
     stops: StopStrings
-    length: int
-    """Tokens at most."""
     number: int | None = None
     """By which the ranks have it, once it was asked for."""
     cached: int = 0
@@ -96,6 +94,8 @@ class _Answer:
     first_s: float | None = None
     last_s: float = 0.0
     tokens: int = 0
+    scores: list[Token] = field(default_factory=list)
+    """The prompt's tokens but for the first, where their log probabilities were asked for."""
 
 
 Timed = Callable[[float, float | None], None]
@@ -117,10 +117,9 @@ class Answers:
             _Answer(
                 request,
                 Detokenizer(served.tokenizer, special=call.special, behind=request.prompt if call.continues else ()),
-                StopStrings(call.stops),
-                call.lengths[index // call.n],
+                StopStrings(call.stops, shown=call.shows_stops),
             )
-            for index, request in enumerate(call.requests(uuid.uuid4().hex, self._channel.add))
+            for request in call.requests(uuid.uuid4().hex, self._channel.add)
         ]
 
     @property
@@ -149,7 +148,9 @@ class Answers:
             if not events:
                 yield None
             for index, event in events:
-                if isinstance(event, Progress):
+                if isinstance(event, Scored):
+                    self._answers[index].scores += event.tokens
+                elif isinstance(event, Progress):
                     if index % self._call.n == 0:
                         progress = self._read(index, event)
                 elif not self._answers[index].done:
@@ -172,6 +173,12 @@ class Answers:
                     answer.finish = piece.finish
         return found
 
+    def prompt(self, index: int) -> list[Token]:
+        """The prompt of an answer that has begun, with log probabilities where they were asked for."""
+        first = self._answers[index - index % self._call.n]
+        ids = first.request.prompt
+        return [Token(ids[0]), *first.scores] if first.scores else [Token(token) for token in ids]
+
     def progress(self, progress: Progress) -> dict[str, Any]:
         """How far a prompt was read, as llama.cpp says it, and which rank holds how much of it."""
         spent = int((time.monotonic() - self._began) * 1e3)
@@ -190,14 +197,13 @@ class Answers:
         if isinstance(event, Token):
             answer.last_s = time.monotonic()
             answer.first_s = answer.first_s or answer.last_s
-            if not answer.length:
-                # What the prompt came to is not asked for.
-                return
             answer.tokens += 1
             self.usage.new_tokens += 1
             piece.tokens.append(event)
-            if event.id not in self._call.stop_ids:
-                piece.text += answer.stops.add(answer.detokenizer.add(event.id))
+            if event.id not in self._call.silent_ids:
+                new = answer.detokenizer.add(event.id)
+                # As with ends, none is looked for among the first.
+                piece.text += new if answer.tokens <= answer.request.sampling.min_tokens else answer.stops.add(new)
             if answer.stops.found is not None:
                 self._stop(answer)
                 self._end(piece, "stop")
@@ -210,8 +216,7 @@ class Answers:
             piece.text += answer.stops.add(answer.detokenizer.end())
             if answer.stops.found is None:
                 piece.text += answer.stops.end()
-            why = event.why if answer.length else "length"
-            self._end(piece, "stop" if answer.stops.found is not None else why)
+            self._end(piece, "stop" if answer.stops.found is not None else event.why)
             await self._submit_others(piece.index)
 
     def _end(self, piece: Piece, why: str) -> None:

@@ -10,11 +10,13 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 
 from megakv.serving.http.answers import Answers
-from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read_generation_config
+from megakv.serving.http.call import ServedModel, make_call, read_generation_config
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
 from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
 from megakv.serving.http.conversations import Conversations, Turn
+from megakv.serving.http.either import EitherParts
 from megakv.serving.http.errors import ApiError, broken, prompts_in
+from megakv.serving.http.held import Held, held_to
 from megakv.serving.http.metrics import Metrics, status
 from megakv.serving.http.page import page
 from megakv.serving.http.parts import Parts
@@ -78,7 +80,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         body, prompts = await self._body(request, ChatBody)
-        held = held_to(body, body.response_format)
+        held = held_to(body, self._served.opening, body.response_format)
         answers = await self._asked(
             request,
             body,
@@ -99,10 +101,12 @@ class Service:
             request,
             body,
             prompts,
+            held_to(body, self._served.opening),
             asked=body.max_tokens,
             usual=USUAL_COMPLETION_TOKENS,
             n=body.n or 1,
             logprobs=body.logprobs,
+            prompt_logprobs=body.scores,
             continues=True,
         )
         return await self._answered(request, body, answers, CompletionAnswer(self._served, body, answers))
@@ -110,7 +114,7 @@ class Service:
     async def responses(self, request: Request) -> Response:
         """``/v1/responses``."""
         body, _ = await self._body(request, ResponseBody)
-        held = held_to(body, body.text.format if body.text else None)
+        held = held_to(body, self._served.opening, body.text.format if body.text else None)
         owner, previous = _owner(request), None
         if body.previous_response_id is not None:
             previous = self._turn(body.previous_response_id, owner)
@@ -239,7 +243,10 @@ class Service:
         return Answers(self._ranks, self._served, call, self._metrics.timed)
 
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
-        return self._served.parts(prompt, _tools(body)) if held is None else held.parts()
+        if held is not None and not held.opening:
+            return held.parts()
+        parts = self._served.parts(prompt, _tools(body))
+        return parts if held is None else EitherParts(held.opening, parts)
 
     async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
         if body.stream:

@@ -16,11 +16,11 @@ from transformers.cli.serving.utils import get_response_template
 
 from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
-from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
+from megakv.serving.http.either import Opening
 from megakv.serving.http.errors import ApiError, shown, too_long
-from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
+from megakv.serving.http.parts import Parts, PlainParts, TemplateParts
 from megakv.serving.http.prompt_reader import PromptReader
-from megakv.serving.http.schemas import MOST_TOOLS, NO_LIMIT, SamplingBody
+from megakv.serving.http.schemas import NO_LIMIT, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Event, Request, Sampling
 
@@ -77,6 +77,11 @@ class ServedModel:
             return PlainParts()
         return TemplateParts(self.answer_template, self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])), tools)
 
+    @cached_property
+    def opening(self) -> Opening | None:
+        """What calls begin with, as the model writes them."""
+        return Opening.of(self.answer_template, self.tokenizer)
+
     def form(self, make: Callable[[LLTokenizer], Form], field: str) -> Form:
         """Of answers, in this model's tokens; `field` is that of a request which asks for it."""
         try:
@@ -93,55 +98,13 @@ class ServedModel:
         return from_tokenizer(self.tokenizer, eos_token=sorted(self.end_ids) or None)
 
 
-@dataclass(frozen=True)
-class Held:
-    """The form of an answer, and how its text is cut into parts."""
-
-    field: str
-    """That asks for it."""
-    form: Callable[[LLTokenizer], Form]
-    """A ValueError says what cannot be."""
-    parts: Callable[[], Parts]
-
-
-def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | None) -> Held | None:
-    """What a body asks for, None where an answer may be anything; an ApiError where fields do not go together."""
-    held = _calls(body) if body.must_call else None
-    if held is not None and body.stop:
-        raise _wrong(held.field, "calls are not cut off by stop; leave one of the two out")
-    schema = None if given is None else given.schema_of_json
-    if schema is not None:
-        if body.functions:
-            raise _wrong("response_format", "JSON is not answered together with tools; leave one of the two out")
-        held = Held("response_format", partial(Form.json, schema), PlainParts)
-    if held is not None and body.ignore_eos:
-        raise _wrong(held.field, "it does not go together with ignore_eos; leave one of the two out")
-    return held
-
-
-def _calls(body: ChatBody | ResponseBody) -> Held:
-    name, functions = body.named, [(each.name, each.schema_of_arguments) for each in body.functions]
-    if not functions:
-        raise _wrong("tool_choice", "there are no tools to call; give some, or leave it out")
-    if name is None:
-        most = 1 if body.parallel_tool_calls is False else MOST_TOOLS
-        return Held("tool_choice", partial(Form.calls, functions, most=most), CallsParts)
-    schema = dict(functions).get(name)
-    if schema is None:
-        names = ", ".join(repr(known) for known, _ in functions)
-        raise _wrong("tool_choice", f"{name!r} is none of the tools; allowed: {names}")
-    return Held("tool_choice", partial(Form.arguments, name, schema), partial(NamedCallParts, name))
-
-
-def _wrong(field: str, message: str) -> ApiError:
-    return ApiError(400, f"{field}: {message}", code="invalid_value", param=field)
-
-
 FIELDS = (
     *("temperature", "top_p", "top_k", "min_p"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "seed", "min_tokens"),
 )
 LARGEST_SEED = 1 << 63
+MOST_SCORES = 1 << 20
+"""Log probabilities of a call's prompts: all are there before the first token."""
 
 
 @dataclass(frozen=True)
@@ -155,9 +118,12 @@ class Call:
     """Tokens of an answer to each prompt at most; 0 for one of no tokens, whose prompt is read all the same."""
     n: int
     stops: tuple[str, ...]
-    stop_ids: frozenset[int]
+    silent_ids: frozenset[int]
+    """Tokens that end an answer and are no part of its text."""
     special: bool = False
     """Whether special tokens are part of the text."""
+    shows_stops: bool = False
+    """Whether the text that stops it is."""
     continues: bool = False
     """Whether answers go on in the text of their prompt."""
 
@@ -169,16 +135,10 @@ class Call:
             seed = self.sampling.seed
             seed = secrets.randbelow(LARGEST_SEED) if seed is None else (seed + index % self.n) % LARGEST_SEED
             sampling = replace(self.sampling, seed=seed)
-            found.append(
-                self.request(
-                    id=f"{name}-{index}",
-                    prompt=prompt,
-                    # What reads a prompt comes to a token.
-                    max_new_tokens=max(length, 1),
-                    sink=partial(sink, index),
-                    sampling=sampling,
-                )
-            )
+            own = {"id": f"{name}-{index}", "max_new_tokens": length, "sink": partial(sink, index)}
+            request = self.request(prompt=prompt, sampling=sampling, **own)
+            # The prompt's own are told once.
+            found.append(replace(request, prompt_logprobs=None) if index % self.n else request)
         return found
 
 
@@ -194,6 +154,7 @@ def make_call(
     usual: int | None = None,
     n: int = 1,
     logprobs: int | None = None,
+    prompt_logprobs: int | None = None,
     generation: dict[str, Any] | None = None,
     continues: bool = False,
     form: Form | None = None,
@@ -208,18 +169,28 @@ def make_call(
     for tokens in prompts:
         if not tokens:
             raise ApiError(400, "the prompt has no tokens", code="empty_prompt")
-        if served.context is not None and len(tokens) >= served.context:
-            raise too_long(f"a prompt of {len(tokens)} tokens with one of an answer", served.context)
+        if served.context is not None and len(tokens) + (least := asked != 0) > served.context:
+            raise too_long(f"a prompt of {len(tokens)} tokens with {int(least)} of an answer", served.context)
+    if prompt_logprobs is not None and sum(map(len, prompts)) * (prompt_logprobs + 1) > MOST_SCORES:
+        wanted = f"{sum(map(len, prompts))} tokens of prompts with {prompt_logprobs + 1} log probabilities each"
+        raise ApiError(400, f"logprobs: {wanted}; allowed: {MOST_SCORES} in all", param="logprobs")
     if n * len(prompts) > settings.max_choices:
         raise ApiError(400, f"n: {n * len(prompts)} answers in one call; allowed: {settings.max_choices}", param="n")
     most = min((usual or NO_LIMIT) if asked is None else asked, settings.max_new_tokens)
     rooms = [most if served.context is None else served.context - len(tokens) for tokens in prompts]
     stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    stop_ids = frozenset() if body.ignore_eos else served.end_ids
+    asked_ids = _stop_ids(body.stop_token_ids, served)
+    end_ids = frozenset() if body.ignore_eos else served.end_ids
+    stop_ids = end_ids | asked_ids
+    shows_stops = bool(body.include_stop_str_in_output)
+    silent_ids = stop_ids if not shows_stops else end_ids - asked_ids if body.skip_special_tokens else frozenset[int]()
+    if (least := body.min_tokens or 0) > most:
+        raise ApiError(400, f"min_tokens: {least} is above the {most} that an answer may have", param="min_tokens")
     request = partial(
         Request,
         stop_ids=stop_ids,
         logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
         priority=body.priority,
         key=key,
         user=user,
@@ -227,10 +198,12 @@ def make_call(
         compresses=body.compress_cache,
         prompt_lookup=body.prompt_lookup,
     )
-    special = not continues and served.answer_template is not None
+    special = not body.skip_special_tokens or (not continues and served.answer_template is not None)
     sampling = _sampling(body, served, generation)
     lengths = tuple(min(most, room) for room in rooms)
-    return Call(request, sampling, tuple(prompts), lengths, n, tuple(stops), stop_ids, special, continues)
+    return Call(
+        request, sampling, tuple(prompts), lengths, n, tuple(stops), silent_ids, special, shows_stops, continues
+    )
 
 
 def read_generation_config(text: str | None) -> dict[str, Any]:
@@ -268,6 +241,14 @@ def _sampling(body: SamplingBody, served: ServedModel, generation: dict[str, Any
     if "seed" in values:
         values["seed"] %= LARGEST_SEED
     return replace(served.defaults, **values, logit_bias=_biases(body.logit_bias, served))
+
+
+def _stop_ids(given: list[int] | None, served: ServedModel) -> frozenset[int]:
+    for token in given or ():
+        if not 0 <= token < served.vocabulary:
+            message = f"stop_token_ids: {token} is no token; allowed: 0 to {served.vocabulary - 1}"
+            raise ApiError(400, message, param="stop_token_ids")
+    return frozenset(given or ())
 
 
 def _biases(given: dict[str, float] | None, served: ServedModel) -> dict[int, float]:

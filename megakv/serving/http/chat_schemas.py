@@ -105,10 +105,23 @@ class TextFormat(_Format):
     """A format as ``/v1/chat/completions`` has it."""
 
     json_schema: JsonSchema | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    """Of any object, as other servers have it: the same as with a name."""
+
+    @model_validator(mode="after")
+    def _schema_of_an_object(self) -> TextFormat:
+        if self.schema_ is not None and self.type != "json_object":
+            raise ValueError("schema: stands in json_schema, or beside the type 'json_object'")
+        return self
 
     @property
     def given(self) -> dict[str, Any] | None:
         return None if self.json_schema is None else self.json_schema.schema_ or {}
+
+    @property
+    def schema_of_json(self) -> dict[str, Any] | None:
+        named = self.type == "json_object" and self.schema_ is not None
+        return self.schema_ if named else super().schema_of_json
 
 
 class ResponseFormat(_Format, JsonSchema):

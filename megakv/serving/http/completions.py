@@ -7,6 +7,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -68,11 +69,31 @@ def completion_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Tok
     for token in tokens:
         text, _ = _text(tokenizer, token.id)
         values.text_offset.append(offset)
-        values.token_logprobs.append(_finite(token.logprob))
+        first: Any = None  # Of a prompt's first token there is none, which the type does not know.
+        values.token_logprobs.append(first if token.logprob is None else _finite(token.logprob))
         values.tokens.append(text)
-        values.top_logprobs.append({_text(tokenizer, other)[0]: _finite(logprob) for other, logprob in token.top})
+        top = {_text(tokenizer, other)[0]: _finite(logprob) for other, logprob in token.top}
+        values.top_logprobs.append(first if token.logprob is None else top)
         offset += len(text)
     return values
+
+
+def prompt_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], most: int) -> list[Any]:
+    """Those of a prompt as vLLM has them: by token, none of the first; ranks where they are known."""
+    found: list[Any] = []
+    for token in tokens:
+        likely = {other: (logprob, rank) for rank, (other, logprob) in enumerate(token.top, 1)}
+        own = {token.id: likely.get(token.id, (token.logprob, None))}
+        shown = own | dict(list(likely.items())[:most])
+        found.append(
+            None
+            if token.logprob is None
+            else {
+                str(id): {"logprob": _finite(logprob), "rank": rank, "decoded_token": _text(tokenizer, id)[0]}
+                for id, (logprob, rank) in shown.items()
+            }
+        )
+    return found
 
 
 def _finite(logprob: float | None) -> float:
@@ -163,8 +184,8 @@ class CompletionAnswer(_Writer):
 
     def __init__(self, served: ServedModel, body: CompletionBody, answers: Answers):
         super().__init__(served, body, answers, "cmpl")
-        self._logprobs = body.logprobs is not None
-        self._letters = [0] * answers.count
+        self._body, self._letters = body, [0] * answers.count
+        self._begun: set[int] = set()
 
     async def whole(self) -> BaseModel:
         """All answers in one object."""
@@ -172,13 +193,31 @@ class CompletionAnswer(_Writer):
         return self._object(choices, usage=self._usage())
 
     def _choices(self, piece: Piece) -> list[CompletionChoice]:
-        logprobs = None
-        if self._logprobs:
-            logprobs = completion_logprobs(self._served.tokenizer, piece.tokens, self._letters[piece.index])
-        self._letters[piece.index] += len(piece.text)
+        logprobs, more, tokens, text = None, dict[str, Any](), piece.tokens, piece.text
+        if piece.index not in self._begun:
+            self._begun.add(piece.index)
+            prompt = self._answers.prompt(piece.index) if self._body.echo or self._body.scores is not None else []
+            if self._body.echo:
+                text = self._echo(piece.index, prompt) + text
+                tokens = [replace(token, top=token.top[: self._body.logprobs]) for token in prompt] + tokens
+            if (most := self._body.prompt_logprobs) is not None:
+                more["prompt_logprobs"] = prompt_logprobs(self._served.tokenizer, prompt, most)
+        if self._body.logprobs is not None:
+            logprobs = completion_logprobs(self._served.tokenizer, tokens, self._letters[piece.index])
+        self._letters[piece.index] += len(text)
         # Of a part there is no reason yet, which the type does not know.
         end: Any = piece.finish
-        return [made(CompletionChoice, index=piece.index, text=piece.text, finish_reason=end, logprobs=logprobs)]
+        return [made(CompletionChoice, index=piece.index, text=text, finish_reason=end, logprobs=logprobs, **more)]
+
+    def _echo(self, index: int, prompt: Sequence[Token]) -> str:
+        """The prompt as it was given, or the text of its tokens."""
+        given = self._body.prompt
+        own: Any = given if isinstance(given, str) else given[index // (self._body.n or 1)]
+        if isinstance(own, str):
+            return own
+        skipped = self._body.skip_special_tokens
+        ids = [token.id for token in prompt]
+        return self._served.tokenizer.decode(ids, skip_special_tokens=skipped, clean_up_tokenization_spaces=False)
 
     def _object(self, choices: Sequence[Any], **more: Any) -> BaseModel:
         return made(Completion, object="text_completion", choices=list(choices), **self._head, **more)

@@ -83,10 +83,13 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Finds the first of some strings in a text that comes in parts; holds back what may be the beginning of one."""
+    """Finds the first of some strings in a text that comes in parts; holds back what may be the beginning of one.
 
-    def __init__(self, stops: Sequence[str]):
-        self._stops = [stop for stop in stops if stop]
+    `shown` says whether the text ends with what was found, or before it.
+    """
+
+    def __init__(self, stops: Sequence[str], *, shown: bool = False):
+        self._stops, self._shown = [stop for stop in stops if stop], shown
         self._held = ""
         self.found: str | None = None
 
@@ -97,7 +100,7 @@ class StopStrings:
         self._held += text
         if places := [(at, -len(stop), stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]:
             at, _, self.found = min(places)
-            shown, self._held = self._held[:at], ""
+            shown, self._held = self._held[: at + len(self.found) * self._shown], ""
             return shown
         keep = max((_begun(self._held, stop) for stop in self._stops), default=0)
         at = len(self._held) - keep

@@ -154,7 +154,7 @@ class PromptReader:
         """A body without its texts, and the tokens of its prompts; none of one whose texts are kept."""
         body = self.read_body(kind, content)
         if isinstance(body, CompletionBody):
-            return body.model_copy(update={"prompt": ""}), self.prompts(body)
+            return body if body.echo else body.model_copy(update={"prompt": ""}), self.prompts(body)
         if isinstance(body, ChatBody):
             return body.model_copy(update={"messages": []}), self.prompts(body)
         return body, []

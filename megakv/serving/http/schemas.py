@@ -21,6 +21,7 @@ from pydantic import (
 MOST_FIELDS = 128
 MOST_STOPS = 16
 MOST_BIASES = 1024
+MOST_STOP_IDS = 1024
 MOST_MESSAGES = 4096
 MOST_TOOLS = 128
 MOST_SETTINGS = 1 << 16
@@ -85,6 +86,20 @@ class StreamOptions(Body):
     include_obfuscation: Ignored = None
 
 
+Grammar = Annotated[str, Field(min_length=1, max_length=1 << 16)]
+Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=1 << 16)]], Field(min_length=1, max_length=1024)]
+
+
+class StructuredOutputs(Body):
+    """What an answer is held to, as vLLM has it: one of these."""
+
+    json_: dict[str, Any] | Grammar | None = Field(default=None, alias="json")
+    regex: Grammar | None = None
+    choice: Choices | None = None
+    grammar: Grammar | None = None
+    json_object: bool | None = None
+
+
 class SamplingBody(Body):
     """What all endpoints take."""
 
@@ -104,7 +119,17 @@ class SamplingBody(Body):
     ) = None
     seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
     stop: Stops = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=MOST_STOP_IDS, fail_fast=True)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     ignore_eos: bool = False
+    structured_outputs: StructuredOutputs | None = None
+    # By the names that they had before.
+    guided_json: dict[str, Any] | Grammar | None = None
+    guided_regex: Grammar | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: Grammar | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool = False
@@ -133,6 +158,11 @@ def _kind_of_prompt(given: Any) -> str:
     return "texts" if isinstance(first, str) else "lists of tokens" if isinstance(first, list) else "tokens"
 
 
+def _no_suffix(given: Any) -> None:
+    if given not in (None, ""):
+        raise ValueError("models here write on from their prompt; allowed: none, with the model's own marks in prompt")
+
+
 class CompletionBody(SamplingBody):
     """Of ``/v1/completions``."""
 
@@ -146,8 +176,23 @@ class CompletionBody(SamplingBody):
     max_tokens: TokenCount | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: Literal[False] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
     add_special_tokens: Literal[True] | None = None
+    suffix: Annotated[Any, AfterValidator(_no_suffix)] = None
+    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+
+    @property
+    def scores(self) -> int | None:
+        """Likeliest tokens that are told beside each of the prompt's, where those have log probabilities."""
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((each for each in wanted if each is not None), default=None)
+
+    @model_validator(mode="after")
+    def _answers_are_not_ranked(self) -> CompletionBody:
+        if self.best_of not in (None, n := self.n or 1):
+            raise ValueError(f"best_of: {self.best_of} answers are not ranked here; allowed: n, which is {n}")
+        return self
 
 
 class SentBack(Body):

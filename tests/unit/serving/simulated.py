@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
-from megakv.serving.leader import Leader, Outcome
+from megakv.serving.answer import Outcome
+from megakv.serving.leader import Leader
 from megakv.serving.pass_times import PassTimes
 from megakv.serving.plan import Attach, Await, Close, Crop, Drop, Erase, Keep, Load, Move, Plan, Split, Write
 from megakv.serving.prefix_tree import PrefixTree
-from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
+from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Scored, Token
 from megakv.serving.scheduler import Scheduler
 from megakv.serving.settings import ServingSettings
 
@@ -69,6 +70,7 @@ class Stream:
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     progress: list[Progress] = field(default_factory=list)
+    scores: list[Token] = field(default_factory=list)
     finished: Finished | None = None
 
     @property
@@ -117,6 +119,9 @@ class Simulation:
                     stream.times.append(self.now)
                 case Progress():
                     stream.progress.append(event)
+                case Scored(told):
+                    assert not stream.tokens
+                    stream.scores += told
                 case Finished():
                     stream.finished = event
 

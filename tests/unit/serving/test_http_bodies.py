@@ -146,7 +146,7 @@ TEXT = {"type": "text", "text": "aa"}
         (COMPLETIONS, {"prompt": [10**9]}, "is no token"),
         (COMPLETIONS, {"prompt": "aa " * 600}, "context of 512"),
         (COMPLETIONS, {"prompt": "a" * 1_000_000}, "context of 512"),
-        (COMPLETIONS, {"prompt": "aa", "echo": True}, "echo"),
+        (COMPLETIONS, {"prompt": "aa", "suffix": "b"}, "suffix"),
         (COMPLETIONS, {"prompt": ["aa"] * 6, "n": 3}, "n: 18 answers"),
     ],
 )

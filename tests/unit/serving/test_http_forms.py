@@ -111,20 +111,13 @@ def test_responses(served: Served) -> None:
         ({"response_format": form({"$ref": "http://127.0.0.1:1/other.json"})}, "response_format"),
         ({"response_format": form({"type": "object", "minProperties": 3, "maxProperties": 1})}, "response_format"),
         (
-            {"response_format": form({"type": "array", "items": {"type": "integer"}, "maxItems": 2_000_000_000})},
-            "maxItems",
+            {"response_format": form({"type": "array", "items": {"type": "integer"}, "minItems": 2_000_000_000})},
+            "minItems",
         ),
         ({"response_format": form({"$defs": {"a": {"minLength": 1e9}}, "type": "object"})}, "minLength"),
         ({"response_format": form({"type": "object", "description": "x" * 70_000})}, "70"),
         ({"response_format": form({"enum": list(range(10_001))})}, "parts"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos"),
-        (
-            {
-                "response_format": {"type": "json_object"},
-                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}],
-            },
-            "tools",
-        ),
     ],
 )
 def test_what_cannot_be_is_said(served: Served, body: dict[str, Any], says: str) -> None:

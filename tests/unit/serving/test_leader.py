@@ -7,7 +7,7 @@ import pytest
 
 from megakv.serving.prefix_node import walk
 from megakv.serving.settings import ServingSettings
-from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation
+from tests.unit.serving.simulated import VOCABULARY, Machine, Simulation, next_token
 
 
 def tokens(count: int) -> tuple[int, ...]:
@@ -102,6 +102,32 @@ def test_what_is_looked_up_changes_no_answer_and_takes_fewer_passes(copies: int 
         proposed.append((counts.proposed_tokens, counts.accepted_tokens))
     assert proposed[0] == (0, 0) and proposed[1][0] > proposed[1][1] > 100
     assert passes[1] < 0.9 * passes[0]
+
+
+@pytest.mark.parametrize("copies", [None, 900])
+def test_log_probabilities_of_prompts_come_once_and_behind_their_own_tokens(copies: int | None) -> None:
+    """Beside others with the same tokens, and whoever waits again or is part of a pass that fails."""
+    settings = ServingSettings(kv_tokens=900, max_sequences=5, prompt_lookup=4, chunk_tokens=200)
+    simulation, prompts = Simulation(settings, copies=copies, quotes=17), [tokens(count) for count in (1, 2, 90, 300)]
+    for number in range(60):
+        options = {"priority": random.randint(0, 1), "prompt_logprobs": random.choice([None, 1])}
+        new = random.choice([0, 0, 1, 9])
+        simulation.submit(str(number), random.choice(prompts), new, **options)
+        for _ in range(random.randint(0, 6)):
+            simulation.step(fails=random.random() < 0.05)
+    simulation.run()
+    simulation.check_answers()
+    whole = 0
+    for stream in simulation.streams.values():
+        prompt = stream.prompt
+        assert stream.finished is not None
+        if stream.finished.why == "length" and stream.scores:
+            whole += 1
+            assert len(stream.scores) == len(prompt) - 1
+        for at, token in enumerate(stream.scores, 1):
+            assert token.id == prompt[at] and token.top[0][0] == next_token(prompt[:at], 17)
+    assert whole > 5
+    assert not simulation.caches and simulation.tree.used_tokens == 0
 
 
 @pytest.mark.parametrize("quotes", [0, 23])

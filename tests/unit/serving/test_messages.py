@@ -29,7 +29,7 @@ from megakv.serving.messages import (
     stats_message,
     submit_message,
 )
-from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Token
+from megakv.serving.request import Event, Finished, Progress, Request, Sampling, Scored, Token
 from megakv.serving.stats import Document, ServingStats
 from tests.unit.serving.tokenizers import byte_level
 
@@ -57,6 +57,7 @@ def drawn_request(form: Form | None = None) -> Request:
         sampling=sampling,
         stop_ids=frozenset(random.choices(range(99), k=random.randrange(3))),
         logprobs=random.choice([None, 0, 5]),
+        prompt_logprobs=random.choice([None, 0, 5]),
         priority=random.randrange(-100, 101),
         user=drawn_text(),
         key=drawn_text(),
@@ -96,6 +97,7 @@ def test_events_arrive_in_each_requests_order() -> None:
             plain = random.random() < 0.5
             values = [random.randrange(1 << 18) for _ in range(random.randrange(3))]
             told: list[Event] = [Progress(1, 2, 3, random.choice([(), (1, 2)]))] * random.randrange(3)
+            told += [Scored((Token(1, -0.5), Token(2, -1.5, ((3, -0.25),))))] * random.randrange(3)
             told += [Token(id) if plain else Token(id, -0.5, ((id, -0.5), (1, float("-inf")))) for id in values]
             told += [Finished(random.choice(["stop", "error"]), drawn_text())] * random.randrange(2)
             events[number] = told
