@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 import uuid
 from base64 import b64encode
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from importlib.resources import files
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -29,8 +31,13 @@ from megakv.serving.http.schemas import Body, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.stream import EventStream, while_listened_to
 
+logger = logging.getLogger(__name__)
+
 USUAL_COMPLETION_TOKENS = 16
 """Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
+NONE: Mapping[str, str] = MappingProxyType({})
+MERGED = MappingProxyType({"x-megakv-messages": "merged"})
+"""Headers of an answer whose messages were merged for the model's template."""
 B = TypeVar("B", bound=Body)
 
 
@@ -42,6 +49,8 @@ class Service:
         self._work = PromptWork(served.reader)
         self._conversations = Conversations()
         self._page = _page()
+        if served.tokenizer.chat_template is not None and served.reader.template.traits.drops_results:
+            logger.warning("the model's chat template leaves out what tools came to: answers will not go by it")
 
     def app(self) -> FastAPI:
         """The application."""
@@ -82,9 +91,11 @@ class Service:
             n=body.n or 1,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
+            continues=bool(body.continue_final_message),
         )
         parts = [self._parts(held, body, prompts[0]) for _ in range(answers.count)]
-        return await self._answered(request, body, answers, ChatAnswer(self._served, body, answers, parts))
+        writer = ChatAnswer(self._served, body, answers, parts)
+        return await self._answered(request, body, answers, writer, MERGED if body.merged else NONE)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -212,11 +223,14 @@ class Service:
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
         return self._served.parts(prompt, _tools(body)) if held is None else held.parts()
 
-    async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
+    async def _answered(
+        self, request: Request, body: SamplingBody, answers: Answers, writer: Any, headers: Mapping[str, str] = NONE
+    ) -> Response:
         if body.stream:
-            return EventStream(answers, writer.events(), writer.failed)
+            return EventStream(answers, writer.events(), writer.failed, headers)
         answer = await while_listened_to(request.receive, writer.whole())
-        return Response(answer.model_dump_json(by_alias=True, exclude_unset=True), media_type="application/json")
+        content = answer.model_dump_json(by_alias=True, exclude_unset=True)
+        return Response(content, media_type="application/json", headers=dict(headers))
 
     def _turn(self, name: str, owner: str) -> Turn:
         turn = self._conversations.find(name, owner)

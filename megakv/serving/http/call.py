@@ -20,7 +20,7 @@ from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFor
 from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
 from megakv.serving.http.prompt_reader import PromptReader
-from megakv.serving.http.schemas import MOST_TOOLS, SamplingBody
+from megakv.serving.http.schemas import MOST_TOOLS, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Event, Request, Sampling
 
@@ -220,7 +220,7 @@ def make_call(
         compresses=body.compress_cache,
         prompt_lookup=body.prompt_lookup,
     )
-    special = not continues and served.answer_template is not None
+    special = not isinstance(body, CompletionBody) and served.answer_template is not None
     sampling = _sampling(body, served, generation)
     return Call(request, sampling, tuple(prompts), n, tuple(stops), stop_ids, special, continues)
 

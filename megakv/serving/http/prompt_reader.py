@@ -16,6 +16,7 @@ from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from megakv.serving.http.chat_schemas import ChatBody, ToolsBody
+from megakv.serving.http.chat_template import ChatTemplate
 from megakv.serving.http.errors import ApiError, too_long, wrong_fields
 from megakv.serving.http.schemas import Body, CompletionBody
 
@@ -147,13 +148,19 @@ class PromptReader:
         """Letters that a token stands for at most."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Writes conversations."""
+        return ChatTemplate(self.tokenizer)
+
     def read(self, kind: type[B], content: bytearray) -> tuple[B, list[array[int]]]:
         """A body without its texts, and the tokens of its prompts; none of one whose texts are kept."""
         body = self.read_body(kind, content)
         if isinstance(body, CompletionBody):
             return body.model_copy(update={"prompt": ""}), self.prompts(body)
         if isinstance(body, ChatBody):
-            return body.model_copy(update={"messages": []}), self.prompts(body)
+            prompts = self.prompts(body)
+            return body.model_copy(update={"messages": []}), prompts
         return body, []
 
     def read_body(self, kind: type[B], content: bytearray) -> B:
@@ -181,7 +188,9 @@ class PromptReader:
             options["reasoning_effort"] = body.reasoning_effort
         messages = [message.template_values() for message in body.messages]
         tools = [function.template_values() for function in body.functions]
-        return [self.encode_chat(messages, tools, options)]
+        goes_on = bool(body.continue_final_message)
+        tokens, body.merged = self.conversation(messages, tools, options, goes_on=goes_on)
+        return [tokens]
 
     def _checked(self, tokens: array[int]) -> array[int]:
         """Tokens; refuses what is no token, and what is longer than the context."""
@@ -200,6 +209,17 @@ class PromptReader:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> array[int]:
         """The tokens of a conversation up to where its next answer begins."""
+        return self.conversation(messages, tools, options)[0]
+
+    def conversation(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        goes_on: bool = False,
+    ) -> tuple[array[int], bool]:
+        """As `encode_chat`, or up to the end of the last message; and whether messages were merged for the template."""
         if self.tokenizer.chat_template is None:
             remedy = "put chat_template.jinja beside its tokenizer, or use /v1/completions"
             message = f"{self.name} has no chat template: {remedy}"
@@ -209,16 +229,12 @@ class PromptReader:
             message = f"chat_template_kwargs: {taken[0]} is not for requests to say"
             raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
         self.check_letters(letters_of([messages, tools, options]))
-        # Templates know the older name alone.
-        named = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                named, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
-            )
+            text, merged = self.template.text(messages, tools, options, goes_on=goes_on)
         except Exception as error:  # whatever a template raises
             said = f"the model's chat template refuses these messages: {error}"
             raise ApiError(400, said, code="chat_template", param="messages") from error
-        return self._tokens(text, special=False)
+        return self._tokens(text, special=False), merged
 
     def check_letters(self, letters: int) -> None:
         """Refuse at once what cannot have few enough tokens."""

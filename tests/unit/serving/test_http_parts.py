@@ -66,8 +66,10 @@ def test_templates_are_given_tools_and_calls(served: ServedModel) -> None:
     text = rendered(served, messages, [TOOL])
     assert text.startswith('[weather {"type": "object", "properties": {}}]<user>how is it<assistant>!weather:')
     assert "Köln" in text and text.endswith("<tool>warm<assistant>") and "\\" not in text
+    # Not in any other order either.
+    served.tokenizer.chat_template = TEMPLATE.replace("not loop.first", "true").replace("m.role == 'system'", "m.role")
     with pytest.raises(ApiError, match="system first"):
-        rendered(served, [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], None)
+        rendered(served, [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}], None)
 
 
 LIBRARY = {
