@@ -174,8 +174,11 @@ def _calls(value: Any) -> Iterator[dict[str, Any]]:
     """Calls that a client can use and send back; an error where one is none."""
     for call in value if isinstance(value, list) else [value]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        # What is no object, and what is no JSON for all that Python reads it, are errors.
+        written = json.dumps({**parsed}, allow_nan=False)
         if not isinstance(arguments, str):
-            arguments = json.dumps({**arguments}, allow_nan=False)
+            arguments = written
         yield {"function": FunctionCall(name=name, arguments=arguments).model_dump()}
 
 
