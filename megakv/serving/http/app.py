@@ -8,6 +8,7 @@ import re
 import uuid
 from base64 import b64encode
 from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
 from importlib.resources import files
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -218,7 +219,11 @@ class Service:
             form = await self._work.in_thread(_sender(request), self._served.form, held.form, held.field)
         key, user = _owner(request), _user(request, body)
         call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
-        return Answers(self._ranks, self._served, call, self._metrics.timed)
+        looks = call.stops or how.get("logprobs") is not None
+        if held is not None or not looks or not isinstance(body, ChatBody | ResponseBody):
+            return Answers(self._ranks, self._served, call, self._metrics.timed)
+        contents = partial(self._served.contents, prompts[0], _tools(body))
+        return Answers(self._ranks, self._served, call, self._metrics.timed, contents)
 
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
         return self._served.parts(prompt, _tools(body)) if held is None else held.parts()

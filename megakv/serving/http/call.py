@@ -18,7 +18,7 @@ from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
 from megakv.serving.http.errors import ApiError, too_long
-from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
+from megakv.serving.http.parts import CallsParts, Contents, NamedCallParts, Parts, PlainParts, TemplateParts
 from megakv.serving.http.prompt_reader import PromptReader
 from megakv.serving.http.schemas import MOST_TOOLS, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
@@ -75,7 +75,17 @@ class ServedModel:
         """Cuts an answer that is held to nothing; without a template it is all text."""
         if self.answer_template is None:
             return PlainParts()
-        return TemplateParts(self.answer_template, self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])), tools)
+        return TemplateParts(self.answer_template, self._prefix(prompt), tools)
+
+    def contents(self, prompt: tuple[int, ...], tools: list[dict[str, Any]]) -> Contents | None:
+        """Says where the content of such an answer is; None where it is all."""
+        if self.answer_template is None:
+            return None
+        return Contents(self.answer_template, self._prefix(prompt), tools)
+
+    def _prefix(self, prompt: tuple[int, ...]) -> str:
+        text: str = self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:]))
+        return text
 
     def form(self, make: Callable[[LLTokenizer], Form], field: str) -> Form:
         """Of answers, in this model's tokens; `field` is that of a request which asks for it."""

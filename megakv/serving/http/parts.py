@@ -104,6 +104,11 @@ class StopStrings:
         shown, self._held = self._held[:at], self._held[at:]
         return shown
 
+    @property
+    def held(self) -> int:
+        """Letters that are held back."""
+        return len(self._held)
+
     def end(self) -> str:
         """What was held back, when no more comes."""
         shown, self._held = self._held, ""
@@ -142,13 +147,30 @@ class PlainParts:
 class _AnswerParser(ResponseParser):
     """Gives out as text, as it was written, what transformers' parser would raise an error about."""
 
-    _opened_at = 0
+    def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
+        self._opened_at = 0
+        self.spans: list[tuple[int, int]] = []
+        super().__init__(template, prefix=prefix, tools=tools)
+        self.begin = len(self._buffer)
+        """Where in the text that it has an answer begins."""
+
+    @property
+    def sure(self) -> int:
+        """Where in the text ends what was cut into parts for good."""
+        name = self._current
+        structured = name is not None and self._spec.fields[name].content not in STREAMABLE_PARSERS
+        return self._opened_at if structured and name != self._implicit_name else self._pos
 
     def rest(self) -> list[dict[str, Any]]:
         """The events of the text's end."""
         events: list[dict[str, Any]] = []
         self._process(events, eos=True)
         return events
+
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        super()._accumulate(events, text)
+        if self._current == "content":
+            self.spans.append((self._pos, self._pos + len(text)))
 
     def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
         super()._open_explicit(events, field, m)
@@ -166,7 +188,10 @@ class _AnswerParser(ResponseParser):
             self._reset_to_implicit()
             # Text of other fields has been given out.
             structured = name is not None and self._spec.fields[name].content not in STREAMABLE_PARSERS
-            closed = [{"type": "region_chunk", "field": "content", "text": written}] if structured else []
+            closed = []
+            if structured:
+                closed.append({"type": "region_chunk", "field": "content", "text": written})
+                self.spans.append((self._pos - len(written), self._pos))
         events += closed
 
 
@@ -186,12 +211,34 @@ class TemplateParts:
     """As the model's answer template marks them."""
 
     def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
-        self._parser = _AnswerParser(template, prefix=prefix, tools=tools)
+        self._parser = _AnswerParser(template, prefix, tools)
 
     def add(self, text: str, *, last: bool) -> list[Part]:
         events = self._parser.feed(text)
         found: list[Part] = response_events_to_chunks([*events, *self._parser.rest()] if last else events)
         return found
+
+
+class Contents:
+    """Where in an answer its content is, which is neither reasoning nor marks nor calls."""
+
+    def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
+        self._parser = _AnswerParser(template, prefix, tools)
+        self._parser.spans.clear()
+
+    @property
+    def sure(self) -> int:
+        """Letters of the answer of which it is known."""
+        return max(0, self._parser.sure - self._parser.begin)
+
+    def add(self, text: str, *, last: bool) -> list[tuple[int, int]]:
+        """Where more of it begins and ends, in letters of the answer."""
+        parser = self._parser
+        parser.feed(text)
+        if last:
+            parser.rest()
+        spans, parser.spans = parser.spans, []
+        return [(max(a, parser.begin) - parser.begin, b - parser.begin) for a, b in spans if b > max(a, parser.begin)]
 
 
 class NamedCallParts:
