@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import get_response_template
 
 from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
+from megakv.serving.http.answer_forms import answer_template
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
 from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.parts import CallsParts, Contents, NamedCallParts, Parts, PlainParts, TemplateParts
@@ -43,7 +43,7 @@ class ServedModel:
     end_ids: frozenset[int]
     defaults: Sampling
     answer_template: Any = None
-    """How answers are cut into text, reasoning and calls of tools, as transformers has it; None where nobody knows."""
+    """How answers are cut into text, reasoning and calls of tools, in transformers' words; None where nobody knows."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServedModel:
@@ -63,7 +63,7 @@ class ServedModel:
             vocabulary=config.vocab_size,
             end_ids=frozenset(ends),
             defaults=Sampling(**given),
-            answer_template=get_response_template(tokenizer, model),
+            answer_template=answer_template(tokenizer, model),
         )
 
     @cached_property
