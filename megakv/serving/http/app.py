@@ -82,7 +82,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         body, prompts = await self._body(request, ChatBody)
-        held = held_to(body, body.response_format)
+        held = self._served.behind_thoughts(held_to(body, body.response_format), prompts[0])
         answers = await self._asked(
             request,
             body,
@@ -125,6 +125,7 @@ class Service:
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
         encoding = self._work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
         prompt = await while_listened_to(request.receive, encoding)
+        held = self._served.behind_thoughts(held, prompt)
         answers = await self._asked(request, body, [prompt], held, asked=body.max_output_tokens)
         name = f"resp_{uuid.uuid4().hex}"
 
@@ -220,7 +221,7 @@ class Service:
         key, user = _owner(request), _user(request, body)
         call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
         looks = call.stops or how.get("logprobs") is not None
-        if held is not None or not looks or not isinstance(body, ChatBody | ResponseBody):
+        if (held is not None and not held.thinks) or not looks or not isinstance(body, ChatBody | ResponseBody):
             return Answers(self._ranks, self._served, call, self._metrics.timed)
         contents = partial(self._served.contents, prompts[0], _tools(body))
         return Answers(self._ranks, self._served, call, self._metrics.timed, contents)

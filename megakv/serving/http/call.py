@@ -18,10 +18,19 @@ from megakv.serving.form import Form
 from megakv.serving.http.answer_forms import answer_template
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
 from megakv.serving.http.errors import ApiError, too_long
-from megakv.serving.http.parts import CallsParts, Contents, NamedCallParts, Parts, PlainParts, TemplateParts
+from megakv.serving.http.parts import (
+    CallsParts,
+    Contents,
+    NamedCallParts,
+    Parts,
+    PlainParts,
+    TemplateParts,
+    thoughts_end,
+)
 from megakv.serving.http.prompt_reader import PromptReader
 from megakv.serving.http.schemas import MOST_TOOLS, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
+from megakv.serving.http.thoughts import ThoughtParts, form_behind
 from megakv.serving.request import Event, Request, Sampling
 
 if TYPE_CHECKING:
@@ -94,6 +103,17 @@ class ServedModel:
         except ValueError as error:
             raise ApiError(400, f"{field}: {error}", code="invalid_schema", param=field) from error
 
+    def behind_thoughts(self, held: Held | None, prompt: tuple[int, ...]) -> Held | None:
+        """What an answer is held to when the reasoning ends that its prompt has begun."""
+        end = None if held is None else thoughts_end(self.answer_template, self._prefix(prompt))
+        if held is None or end is None:
+            return held
+
+        def form(words: LLTokenizer) -> Form:
+            return form_behind(held.form(words), end, self.tokenizer, words)
+
+        return Held(held.field, form, partial(ThoughtParts, end, held.parts), thinks=True)
+
     def form_of(self, grammar: str) -> Form:
         """Form of a grammar that another process has made."""
         return Form.of(grammar, self._form_tokenizer)
@@ -112,6 +132,8 @@ class Held:
     form: Callable[[LLTokenizer], Form]
     """A ValueError says what cannot be."""
     parts: Callable[[], Parts]
+    thinks: bool = False
+    """Whether it is one behind reasoning."""
 
 
 def held_to(body: ChatBody | ResponseBody, given: TextFormat | ResponseFormat | None) -> Held | None:

@@ -13,6 +13,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import STREAMABLE_PARSERS
 from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
+from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from megakv.serving.form import CALL_ARGUMENTS, CALL_NAME
 from megakv.serving.http.schemas import FunctionCall
@@ -155,6 +156,13 @@ class _AnswerParser(ResponseParser):
         """Where in the text that it has an answer begins."""
 
     @property
+    def thoughts_end(self) -> str | None:
+        """What ends the reasoning in which the text stands; None where it stands in none."""
+        name = self._current
+        ends = self._spec.fields[name].close_literals if name in _REASONING_FIELDS else None
+        return ends[0] if ends else None
+
+    @property
     def sure(self) -> int:
         """Where in the text ends what was cut into parts for good."""
         name = self._current
@@ -239,6 +247,11 @@ class Contents:
             parser.rest()
         spans, parser.spans = parser.spans, []
         return [(max(a, parser.begin) - parser.begin, b - parser.begin) for a, b in spans if b > max(a, parser.begin)]
+
+
+def thoughts_end(template: Any, prefix: str) -> str | None:
+    """What ends the reasoning that a prompt's end has begun; None where it has begun none."""
+    return None if template is None else _AnswerParser(template, prefix, []).thoughts_end
 
 
 class NamedCallParts:
