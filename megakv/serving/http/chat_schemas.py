@@ -140,6 +140,7 @@ class ChatBody(ToolsBody):
     reasoning_effort: Name | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+    literal_specials: bool = False
     _merged: bool = PrivateAttr(False)
     # It is parsed where streams are written.
     generation_config: Annotated[str, Field(max_length=MOST_SETTINGS)] | None = None

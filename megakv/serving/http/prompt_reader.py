@@ -18,6 +18,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from megakv.serving.http.chat_schemas import ChatBody, ToolsBody
 from megakv.serving.http.chat_template import ChatTemplate
 from megakv.serving.http.errors import ApiError, too_long, wrong_fields
+from megakv.serving.http.literal import LiteralSpecials
 from megakv.serving.http.schemas import Body, CompletionBody
 
 LEAST_VALUES = 1 << 16
@@ -189,7 +190,8 @@ class PromptReader:
         messages = [message.template_values() for message in body.messages]
         tools = [function.template_values() for function in body.functions]
         goes_on = bool(body.continue_final_message)
-        tokens, body.merged = self.conversation(messages, tools, options, goes_on=goes_on)
+        literal = body.literal_specials
+        tokens, body.merged = self.conversation(messages, tools, options, goes_on=goes_on, literal=literal)
         return [tokens]
 
     def _checked(self, tokens: array[int]) -> array[int]:
@@ -218,8 +220,12 @@ class PromptReader:
         options: dict[str, Any],
         *,
         goes_on: bool = False,
+        literal: bool = False,
     ) -> tuple[array[int], bool]:
-        """As `encode_chat`, or up to the end of the last message; and whether messages were merged for the template."""
+        """As `encode_chat`, or up to the end of the last message; and whether messages were merged for the template.
+
+        With `literal` special tokens of texts are letters.
+        """
         if self.tokenizer.chat_template is None:
             remedy = "put chat_template.jinja beside its tokenizer, or use /v1/completions"
             message = f"{self.name} has no chat template: {remedy}"
@@ -229,19 +235,25 @@ class PromptReader:
             message = f"chat_template_kwargs: {taken[0]} is not for requests to say"
             raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
         self.check_letters(letters_of([messages, tools, options]))
+        if literal:
+            messages, tools, options = (self._literal.marked(each) for each in (messages, tools, options))
         try:
             text, merged = self.template.text(messages, tools, options, goes_on=goes_on)
         except Exception as error:  # whatever a template raises
             said = f"the model's chat template refuses these messages: {error}"
             raise ApiError(400, said, code="chat_template", param="messages") from error
-        return self._tokens(text, special=False), merged
+        return self._tokens(text, special=False, literal=literal), merged
+
+    @cached_property
+    def _literal(self) -> LiteralSpecials:
+        return LiteralSpecials(self.tokenizer)
 
     def check_letters(self, letters: int) -> None:
         """Refuse at once what cannot have few enough tokens."""
         if self.context is not None and letters > self.context * self.longest_token:
             raise too_long(f"a prompt of {letters} characters", self.context)
 
-    def _tokens(self, text: str, *, special: bool) -> array[int]:
+    def _tokens(self, text: str, *, special: bool, literal: bool = False) -> array[int]:
         self.check_letters(len(text))
         if self.context is not None and len(text) > USUAL_LETTERS * self.context + PIECE_LETTERS:
             # A token takes 300 bytes until all are there.
@@ -250,7 +262,13 @@ class PromptReader:
                 found += len(self._encode(text[begin : begin + PIECE_LETTERS], special=False))
                 if found > most:
                     raise too_long(f"a prompt of {len(text)} characters", self.context)
-        return self._checked(array("i", self._encode(text, special=special)))
+        if not literal:
+            return self._checked(array("i", self._encode(text, special=special)))
+        try:
+            return self._checked(array("i", self._literal.tokens(text)))
+        except ValueError as error:
+            said = f"literal_specials: it cannot be done exactly: {error}"
+            raise ApiError(400, said, code="invalid_value", param="literal_specials") from error
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         made = self.tokenizer(
