@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -18,6 +19,7 @@ ARGUMENTS = json.dumps({PROBE: "b"})
 BETWEEN = "\n\n"
 """Texts of two messages that became one."""
 USER = {"role": "user", "content": "a"}
+TOOL = {"type": "function", "function": {"name": "f", "description": "f", "parameters": {"type": "object"}}}
 TURNS: dict[str, Callable[[Any], Messages]] = {
     "system": lambda content: [{"role": "system", "content": content}, USER],
     "user": lambda content: [{"role": "user", "content": content}],
@@ -85,11 +87,11 @@ class ChatTemplate:
         return self._probed([USER, _call(arguments, content), _result("a")])
 
     def _probed(self, messages: Messages) -> str:
-        """Text of a conversation; none where the template has something against it."""
-        try:
-            return self._text(messages, [], {})
-        except Exception:  # whatever a template raises
-            return ""
+        """Text of a conversation; none where the template has something against it, with a tool and without."""
+        for tools in ([TOOL], []):
+            with suppress(Exception):  # whatever a template raises
+                return self._text(messages, tools, {})
+        return ""
 
     def _text(
         self, messages: Messages, tools: list[dict[str, Any]], options: dict[str, Any], *, goes_on: bool = False

@@ -65,10 +65,10 @@ class EventStream(Response):
         answers: Answers,
         chunks: AsyncIterator[bytes],
         failed: Callable[[ApiError], bytes],
-        headers: Mapping[str, str],
+        headers: Mapping[str, str] | None = None,
     ):
         # A proxy that collects events would make a stream of none.
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **headers})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._answers, self._chunks, self._failed = answers, chunks, failed
 

@@ -128,7 +128,8 @@ def test_roles_are_merged_where_templates_want_them_to_alternate() -> None:
 def test_templates_that_drop_results_are_known() -> None:
     drops = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     assert model(drops).reader.template.traits.drops_results
-    for template in (ASKS_FOR_NONE, BY_NAME, PARTS, MIXED):
+    only_with_tools = "{% for m in messages if tools or m.role != 'tool' %}{{ m.content }}{% endfor %}"
+    for template in (ASKS_FOR_NONE, BY_NAME, PARTS, MIXED, only_with_tools):
         assert not model(template).reader.template.traits.drops_results
 
 
