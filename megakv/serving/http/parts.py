@@ -149,7 +149,7 @@ class _AnswerParser(ResponseParser):
     """Gives out as text, as it was written, what transformers' parser would raise an error about."""
 
     def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
-        self._opened_at = 0
+        self._opened_at = self.begin = 0
         self.spans: list[tuple[int, int]] = []
         super().__init__(template, prefix=prefix, tools=tools)
         self.begin = len(self._buffer)
@@ -176,9 +176,13 @@ class _AnswerParser(ResponseParser):
         return events
 
     def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        begin = self._pos
+        if self._current is not None and self._spec.fields[self._current].content in STREAMABLE_PARSERS:
+            # What the prompt ends with may have waited for what comes behind it.
+            begin, text = max(begin, self.begin), text[max(0, self.begin - begin) :]
         super()._accumulate(events, text)
-        if self._current == "content":
-            self.spans.append((self._pos, self._pos + len(text)))
+        if self._current == "content" and text:
+            self.spans.append((begin, begin + len(text)))
 
     def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
         super()._open_explicit(events, field, m)
@@ -186,7 +190,9 @@ class _AnswerParser(ResponseParser):
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         name, closed = self._current, list[dict[str, Any]]()
-        written = self._body if name == self._implicit_name else self._buffer[self._opened_at : self._pos]
+        written = (
+            self._body if name == self._implicit_name else self._buffer[max(self._opened_at, self.begin) : self._pos]
+        )
         try:
             super()._close_current(closed)
             if name == "tool_calls":
@@ -246,7 +252,7 @@ class Contents:
         if last:
             parser.rest()
         spans, parser.spans = parser.spans, []
-        return [(max(a, parser.begin) - parser.begin, b - parser.begin) for a, b in spans if b > max(a, parser.begin)]
+        return [(a - parser.begin, b - parser.begin) for a, b in spans]
 
 
 def thoughts_end(template: Any, prefix: str) -> str | None:

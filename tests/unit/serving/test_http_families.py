@@ -9,7 +9,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.http import answer_forms
 from megakv.serving.http.answer_forms import FORMS, known_form
-from megakv.serving.http.parts import Part, TemplateParts
+from megakv.serving.http.parts import Contents, Part, TemplateParts
 
 TOOLS = [
     {
@@ -22,6 +22,7 @@ TOOLS = [
 ]
 ARGUMENTS = {"city": "Köln", "days": 2}
 GIVEN = json.dumps(ARGUMENTS, ensure_ascii=False)
+PROMPT = "<user> <tool_call>[TOOL_CALLS]"
 CALL = ("get_weather", ARGUMENTS)
 OBJECT = f'{{"name": "get_weather", "arguments": {GIVEN}}}'
 XML = "<function=get_weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n2\n</parameter>\n</function>"
@@ -109,7 +110,7 @@ EXAMPLES: list[tuple[str, str, str, str, str, list[Any]]] = [
 
 
 def cut(template: Any, prefix: str, text: str) -> list[Part]:
-    cutter = TemplateParts(template, f"<user> <tool_call>[TOOL_CALLS]{prefix}", TOOLS)
+    cutter = TemplateParts(template, PROMPT + prefix, TOOLS)
     places = sorted(random.choices(range(len(text) + 1), k=random.randint(0, 20)))
     pieces = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     return [part for n, piece in enumerate(pieces, 1) for part in cutter.add(piece, last=n == len(pieces))]
@@ -152,6 +153,12 @@ def test_whatever_families_write_is_no_error(form: Any) -> None:
         for _ in range(random.randint(1, 4)):
             a, b = sorted(random.choices(range(len(text) + 1), k=2))
             text = random.choice([text[:a] + text[min(b, a + 9) :], text[:b] + text[a:], text[:b]])
-        for part in cut(form, "", text):
+        parts = cut(form, "", text)
+        for part in parts:
             if isinstance(part, ToolCall):
                 assert part.name and isinstance(json.loads(part.arguments), dict)
+        # Where content is said to be, there it is.
+        contents, at = Contents(form, PROMPT, TOOLS), random.randint(0, len(text))
+        places = [place for n, piece in enumerate((text[:at], text[at:])) for place in contents.add(piece, last=n == 1)]
+        said = "".join(part for part in parts if isinstance(part, str) and not isinstance(part, ReasoningText))
+        assert "".join(text[a:b] for a, b in places) == said, (text, said)

@@ -217,6 +217,9 @@ def test_a_prompt_is_no_part_of_the_answer(served: ServedModel) -> None:
         thinks = prefix.endswith("<think>")
         assert said(found) == ("Yes." if thinks else "so</think>Yes.")
         assert any(isinstance(part, ReasoningText) for part in found) == thinks
+    # A mark of a user's that nothing ends, and blanks that may begin one.
+    for prefix in ("<user>hm <tool_call>{", "<user>hm\n"):
+        assert said(cut(TemplateParts(template, prefix, []), "Yes. No.")) == "Yes. No."
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
