@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from megakv.serving.http.answer_text import AnswerText
 from megakv.serving.http.call import Call, ServedModel
 from megakv.serving.http.errors import ApiError, unavailable
-from megakv.serving.http.parts import Detokenizer, StopStrings
+from megakv.serving.http.parts import Contents, Detokenizer
 from megakv.serving.http.ranks import Ranks
 from megakv.serving.request import Event, Finished, Progress, Request, Scored, Token
 
@@ -85,8 +86,7 @@ class _Answer:
     """One of them, as far as it has come."""
 
     request: Request
-    detokenizer: Detokenizer
-    stops: StopStrings
+    text: AnswerText
     number: int | None = None
     """By which the ranks have it, once it was asked for."""
     cached: int = 0
@@ -108,17 +108,22 @@ class Answers:
     The first answer to each prompt is asked for at once, the others when the prompt was read: they find it kept.
     """
 
-    def __init__(self, ranks: Ranks, served: ServedModel, call: Call, timed: Timed):
+    def __init__(
+        self,
+        ranks: Ranks,
+        served: ServedModel,
+        call: Call,
+        timed: Timed,
+        contents: Callable[[], Contents | None] = lambda: None,
+    ):
+        """`contents` says of each answer where its content is, in which alone stops are looked for."""
         self._ranks, self._call, self._timed = ranks, call, timed
         self._channel = Channel()
         self._began = time.monotonic()
+        self._stop_ids = _stop_tokens(served, call.stops)
         self.usage = Usage(sum(map(len, call.prompts)))
         self._answers = [
-            _Answer(
-                request,
-                Detokenizer(served.tokenizer, special=call.special, behind=request.prompt if call.continues else ()),
-                StopStrings(call.stops, shown=call.shows_stops),
-            )
+            _Answer(request, _text(served, call, request, contents()))
             for request in call.requests(uuid.uuid4().hex, self._channel.add)
         ]
 
@@ -199,12 +204,14 @@ class Answers:
             answer.first_s = answer.first_s or answer.last_s
             answer.tokens += 1
             self.usage.new_tokens += 1
-            piece.tokens.append(event)
-            if event.id not in self._call.silent_ids:
-                new = answer.detokenizer.add(event.id)
-                # As with ends, none is looked for among the first.
-                piece.text += new if answer.tokens <= answer.request.sampling.min_tokens else answer.stops.add(new)
-            if answer.stops.found is not None:
+            # As with ends, no stop is looked for among the first.
+            free = answer.tokens <= answer.request.sampling.min_tokens
+            ends = event.id in self._stop_ids and not free
+            if event.id not in self._call.silent_ids and (not ends or self._call.shows_stops):
+                self._say(piece, answer.text.add(event, free=free or ends))
+            if ends:
+                self._say(piece, answer.text.stop())
+            if answer.text.stopped:
                 self._stop(answer)
                 self._end(piece, "stop")
             await self._submit_others(piece.index)
@@ -213,11 +220,13 @@ class Answers:
                 raise ApiError(500, event.message or "the answer failed", code="failed")
             if event.why == "cancelled":
                 raise unavailable(event.message or "the answer was cancelled")
-            piece.text += answer.stops.add(answer.detokenizer.end())
-            if answer.stops.found is None:
-                piece.text += answer.stops.end()
-            self._end(piece, "stop" if answer.stops.found is not None else event.why)
+            self._say(piece, answer.text.end())
+            self._end(piece, "stop" if answer.text.stopped else event.why)
             await self._submit_others(piece.index)
+
+    def _say(self, piece: Piece, more: tuple[str, list[Token]]) -> None:
+        piece.text += more[0]
+        piece.tokens += more[1]
 
     def _end(self, piece: Piece, why: str) -> None:
         answer = self._answers[piece.index]
@@ -247,3 +256,19 @@ class Answers:
             if not answer.done:
                 answer.done = True
                 self._stop(answer)
+
+
+def _text(served: ServedModel, call: Call, request: Request, contents: Contents | None) -> AnswerText:
+    return AnswerText(_detokenizer(served, call, request), call.stops, contents, shown=call.shows_stops)
+
+
+def _detokenizer(served: ServedModel, call: Call, request: Request) -> Detokenizer:
+    behind = request.prompt if call.continues else ()
+    return Detokenizer(served.tokenizer, special=call.special, behind=behind)
+
+
+def _stop_tokens(served: ServedModel, stops: Sequence[str]) -> frozenset[int]:
+    """Special tokens that are a stop: they may be no part of the text, or of no content."""
+    tokenizer = served.tokenizer
+    special = set(tokenizer.all_special_tokens) if stops else set()
+    return frozenset(tokenizer.convert_tokens_to_ids(stop) for stop in stops if stop in special)

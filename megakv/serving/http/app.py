@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
+from functools import partial
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -30,10 +33,15 @@ from megakv.serving.http.stream import EventStream, while_listened_to
 from megakv.serving.http.tokens import DetokenizeBody, TokenizeBody, TokensBody, detokenized, tokenized
 from megakv.version import __version__
 
+logger = logging.getLogger(__name__)
+
 USUAL_COMPLETION_TOKENS = 16
 """Of an answer by ``/v1/completions`` that says nothing of its length, as OpenAI has it."""
 PROMPTS_IN: dict[type[Body], str] = {CompletionBody: "prompt", ResponseBody: "input", DetokenizeBody: "tokens"}
 """Fields of prompts; of other bodies they are messages."""
+NONE: Mapping[str, str] = MappingProxyType({})
+MERGED = MappingProxyType({"x-megakv-messages": "merged"})
+"""Headers of an answer whose messages were merged for the model's template."""
 B = TypeVar("B", bound=Body)
 
 
@@ -45,6 +53,8 @@ class Service:
         self._work = PromptWork(served.reader)
         self._conversations = Conversations()
         self._page = page()
+        if served.tokenizer.chat_template is not None and served.reader.template.traits.drops_results:
+            logger.warning("the model's chat template leaves out what tools came to: answers will not go by it")
 
     def app(self) -> FastAPI:
         """The application."""
@@ -80,7 +90,7 @@ class Service:
     async def chat(self, request: Request) -> Response:
         """``/v1/chat/completions``."""
         body, prompts = await self._body(request, ChatBody)
-        held = held_to(body, self._served.opening, body.response_format)
+        held = self._served.behind_thoughts(held_to(body, self._served.opening, body.response_format), prompts[0])
         answers = await self._asked(
             request,
             body,
@@ -90,9 +100,11 @@ class Service:
             n=body.n or 1,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             generation=read_generation_config(body.generation_config),
+            continues=bool(body.continue_final_message),
         )
         parts = [self._parts(held, body, prompts[0]) for _ in range(answers.count)]
-        return await self._answered(request, body, answers, ChatAnswer(self._served, body, answers, parts))
+        writer = ChatAnswer(self._served, body, answers, parts)
+        return await self._answered(request, body, answers, writer, MERGED if body.merged else NONE)
 
     async def completions(self, request: Request) -> Response:
         """``/v1/completions``."""
@@ -124,6 +136,7 @@ class Service:
         encoding = self._work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
         with prompts_in("input"):
             prompt = await while_listened_to(request.receive, encoding)
+        held = self._served.behind_thoughts(held, prompt)
         answers = await self._asked(request, body, [prompt], held, asked=body.max_output_tokens)
         name = f"resp_{uuid.uuid4().hex}"
 
@@ -240,19 +253,27 @@ class Service:
         key, user = _owner(request), _user(request, body)
         with prompts_in(PROMPTS_IN.get(type(body), "messages")):
             call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
-        return Answers(self._ranks, self._served, call, self._metrics.timed)
+        looks = call.stops or how.get("logprobs") is not None
+        if (held is not None and not held.thinks) or not looks or not isinstance(body, ChatBody | ResponseBody):
+            return Answers(self._ranks, self._served, call, self._metrics.timed)
+        contents = partial(self._served.contents, prompts[0], _tools(body))
+        return Answers(self._ranks, self._served, call, self._metrics.timed, contents)
 
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
         if held is not None and not held.opening:
             return held.parts()
         parts = self._served.parts(prompt, _tools(body))
-        return parts if held is None else EitherParts(held.opening, parts)
+        # Behind thoughts these tell JSON and calls apart, too.
+        return parts if held is None or held.thinks else EitherParts(held.opening, parts)
 
-    async def _answered(self, request: Request, body: SamplingBody, answers: Answers, writer: Any) -> Response:
+    async def _answered(
+        self, request: Request, body: SamplingBody, answers: Answers, writer: Any, headers: Mapping[str, str] = NONE
+    ) -> Response:
         if body.stream:
-            return EventStream(answers, writer.events(), writer.failed)
+            return EventStream(answers, writer.events(), writer.failed, headers)
         answer = await while_listened_to(request.receive, writer.whole())
-        return Response(answer.model_dump_json(by_alias=True, exclude_unset=True), media_type="application/json")
+        content = answer.model_dump_json(by_alias=True, exclude_unset=True)
+        return Response(content, media_type="application/json", headers=dict(headers))
 
     def _turn(self, name: str, owner: str) -> Turn:
         turn = self._conversations.find(name, owner)

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 from transformers import PreTrainedTokenizerBase
-from transformers.cli.serving.utils import get_response_template
 
 from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
+from megakv.serving.http.answer_forms import answer_template
 from megakv.serving.http.either import Opening
 from megakv.serving.http.errors import ApiError, shown, too_long
-from megakv.serving.http.parts import Parts, PlainParts, TemplateParts
+from megakv.serving.http.held import Held
+from megakv.serving.http.parts import Contents, Parts, PlainParts, TemplateParts, thoughts_end
 from megakv.serving.http.prompt_reader import PromptReader
-from megakv.serving.http.schemas import NO_LIMIT, SamplingBody
+from megakv.serving.http.schemas import NO_LIMIT, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
+from megakv.serving.http.thoughts import ThoughtParts, form_behind
 from megakv.serving.request import Event, Request, Sampling
 
 if TYPE_CHECKING:
@@ -43,7 +45,7 @@ class ServedModel:
     end_ids: frozenset[int]
     defaults: Sampling
     answer_template: Any = None
-    """How answers are cut into text, reasoning and calls of tools, as transformers has it; None where nobody knows."""
+    """How answers are cut into text, reasoning and calls of tools, in transformers' words; None where nobody knows."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> ServedModel:
@@ -63,7 +65,7 @@ class ServedModel:
             vocabulary=config.vocab_size,
             end_ids=frozenset(ends),
             defaults=Sampling(**given),
-            answer_template=get_response_template(tokenizer, model),
+            answer_template=answer_template(tokenizer, model),
         )
 
     @cached_property
@@ -75,7 +77,17 @@ class ServedModel:
         """Cuts an answer that is held to nothing; without a template it is all text."""
         if self.answer_template is None:
             return PlainParts()
-        return TemplateParts(self.answer_template, self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:])), tools)
+        return TemplateParts(self.answer_template, self._prefix(prompt), tools)
+
+    def contents(self, prompt: tuple[int, ...], tools: list[dict[str, Any]]) -> Contents | None:
+        """Says where the content of such an answer is; None where it is all."""
+        if self.answer_template is None:
+            return None
+        return Contents(self.answer_template, self._prefix(prompt), tools)
+
+    def _prefix(self, prompt: tuple[int, ...]) -> str:
+        text: str = self.tokenizer.decode(list(prompt[-PREFIX_TOKENS:]))
+        return text
 
     @cached_property
     def opening(self) -> Opening | None:
@@ -88,6 +100,17 @@ class ServedModel:
             return make(self._form_tokenizer)
         except ValueError as error:
             raise ApiError(400, f"{field}: {error}", code="invalid_schema", param=field) from error
+
+    def behind_thoughts(self, held: Held | None, prompt: tuple[int, ...]) -> Held | None:
+        """What an answer is held to when the reasoning ends that its prompt has begun."""
+        end = None if held is None else thoughts_end(self.answer_template, self._prefix(prompt))
+        if held is None or end is None:
+            return held
+
+        def form(words: LLTokenizer) -> Form:
+            return form_behind(held.form(words), end, self.tokenizer, words)
+
+        return replace(held, form=form, parts=partial(ThoughtParts, end, held.parts), thinks=True)
 
     def form_of(self, grammar: str) -> Form:
         """Form of a grammar that another process has made."""
@@ -198,7 +221,8 @@ def make_call(
         compresses=body.compress_cache,
         prompt_lookup=body.prompt_lookup,
     )
-    special = not body.skip_special_tokens or (not continues and served.answer_template is not None)
+    marks = not isinstance(body, CompletionBody) and served.answer_template is not None
+    special = not body.skip_special_tokens or marks
     sampling = _sampling(body, served, generation)
     lengths = tuple(min(most, room) for room in rooms)
     return Call(

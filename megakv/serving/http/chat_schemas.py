@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     Field,
+    PrivateAttr,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WrapValidator,
@@ -151,6 +152,10 @@ class ChatBody(ToolsBody):
     response_format: TextFormat | None = None
     chat_template_kwargs: Annotated[dict[Name, bool | int | float | str | None], at_most(MOST_FIELDS)] | None = None
     reasoning_effort: Name | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    literal_specials: bool = False
+    _merged: bool = PrivateAttr(False)
     # It is parsed where streams are written.
     generation_config: Annotated[str, Field(max_length=MOST_SETTINGS)] | None = None
     store: Ignored = None
@@ -161,6 +166,26 @@ class ChatBody(ToolsBody):
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs: allowed only where logprobs is true")
         return self
+
+    @model_validator(mode="after")
+    def _goes_on(self) -> ChatBody:
+        goes_on, last = bool(self.continue_final_message), self.messages[-1:]
+        if self.add_generation_prompt is not None and self.add_generation_prompt == goes_on:
+            raise ValueError(
+                "add_generation_prompt: an answer begins, or goes on with continue_final_message; name one"
+            )
+        if goes_on and not (last and last[0].role == "assistant" and last[0].content and not last[0].tool_calls):
+            raise ValueError("continue_final_message: allowed only where the last message is an assistant's text")
+        return self
+
+    @property
+    def merged(self) -> bool:
+        """Whether messages were merged for the model's template."""
+        return self._merged
+
+    @merged.setter
+    def merged(self, merged: bool) -> None:
+        self._merged = merged
 
     @property
     def functions(self) -> list[Function]:

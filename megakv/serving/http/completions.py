@@ -37,6 +37,8 @@ from megakv.serving.request import Progress, Token
 M = TypeVar("M", bound=BaseModel)
 LEAST = -9999.0
 """For what cannot be: JSON has no infinity."""
+SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+"""With it SentencePiece writes one."""
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -73,7 +75,8 @@ def completion_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Tok
         values.token_logprobs.append(first if token.logprob is None else _finite(token.logprob))
         values.tokens.append(text)
         top = {_text(tokenizer, other)[0]: _finite(logprob) for other, logprob in token.top}
-        values.top_logprobs.append(first if token.logprob is None else top)
+        # The chosen one is always there.
+        values.top_logprobs.append(first if token.logprob is None else {**top, text: _finite(token.logprob)})
         offset += len(text)
     return values
 
@@ -103,8 +106,11 @@ def _finite(logprob: float | None) -> float:
 def _text(tokenizer: PreTrainedTokenizerBase, token: int) -> tuple[str, list[int]]:
     """A token as text, and its bytes, which may be but a part of a character."""
     text: str = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+    name = tokenizer.convert_ids_to_tokens(token) or ""
+    if name.startswith(SPACE) and not text.startswith(" "):
+        # A text's first space goes with the decoder that has put it there; a token's own does not.
+        text = f" {text}"
     if "\N{REPLACEMENT CHARACTER}" in text:
-        name = tokenizer.convert_ids_to_tokens(token)
         if match := BYTE.fullmatch(name):
             return text, [int(match[1], 16)]
         letters = _byte_letters()

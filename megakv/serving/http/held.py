@@ -28,6 +28,8 @@ class Held:
     parts: Callable[[], Parts]
     opening: str = ""
     """Unless it begins so: then it is cut as an answer that is held to nothing."""
+    thinks: bool = False
+    """Whether it is one behind reasoning."""
 
 
 def held_to(

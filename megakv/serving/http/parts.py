@@ -13,6 +13,7 @@ from transformers.cli.serving.utils import ReasoningText, ToolCall, response_eve
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_parsing.content_parsers import STREAMABLE_PARSERS
 from transformers.utils.chat_parsing.response_templates import ResponseTemplateField
+from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from megakv.serving.form import CALL_ARGUMENTS, CALL_NAME
 from megakv.serving.http.schemas import FunctionCall
@@ -107,6 +108,11 @@ class StopStrings:
         shown, self._held = self._held[:at], self._held[at:]
         return shown
 
+    @property
+    def held(self) -> int:
+        """Letters that are held back."""
+        return len(self._held)
+
     def end(self) -> str:
         """What was held back, when no more comes."""
         shown, self._held = self._held, ""
@@ -145,7 +151,26 @@ class PlainParts:
 class _AnswerParser(ResponseParser):
     """Gives out as text, as it was written, what transformers' parser would raise an error about."""
 
-    _opened_at = 0
+    def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
+        self._opened_at = self.begin = 0
+        self.spans: list[tuple[int, int]] = []
+        super().__init__(template, prefix=prefix, tools=tools)
+        self.begin = len(self._buffer)
+        """Where in the text that it has an answer begins."""
+
+    @property
+    def thoughts_end(self) -> str | None:
+        """What ends the reasoning in which the text stands; None where it stands in none."""
+        name = self._current
+        ends = self._spec.fields[name].close_literals if name in _REASONING_FIELDS else None
+        return ends[0] if ends else None
+
+    @property
+    def sure(self) -> int:
+        """Where in the text ends what was cut into parts for good."""
+        name = self._current
+        structured = name is not None and self._spec.fields[name].content not in STREAMABLE_PARSERS
+        return self._opened_at if structured and name != self._implicit_name else self._pos
 
     def rest(self) -> list[dict[str, Any]]:
         """The events of the text's end."""
@@ -153,13 +178,24 @@ class _AnswerParser(ResponseParser):
         self._process(events, eos=True)
         return events
 
+    def _accumulate(self, events: list[dict[str, Any]], text: str) -> None:
+        begin = self._pos
+        if self._current is not None and self._spec.fields[self._current].content in STREAMABLE_PARSERS:
+            # What the prompt ends with may have waited for what comes behind it.
+            begin, text = max(begin, self.begin), text[max(0, self.begin - begin) :]
+        super()._accumulate(events, text)
+        if self._current == "content" and text:
+            self.spans.append((begin, begin + len(text)))
+
     def _open_explicit(self, events: list[dict[str, Any]], field: ResponseTemplateField, m: Any) -> None:
         super()._open_explicit(events, field, m)
         self._opened_at = m.start()
 
     def _close_current(self, events: list[dict[str, Any]]) -> None:
         name, closed = self._current, list[dict[str, Any]]()
-        written = self._body if name == self._implicit_name else self._buffer[self._opened_at : self._pos]
+        written = (
+            self._body if name == self._implicit_name else self._buffer[max(self._opened_at, self.begin) : self._pos]
+        )
         try:
             super()._close_current(closed)
             if name == "tool_calls":
@@ -169,7 +205,10 @@ class _AnswerParser(ResponseParser):
             self._reset_to_implicit()
             # Text of other fields has been given out.
             structured = name is not None and self._spec.fields[name].content not in STREAMABLE_PARSERS
-            closed = [{"type": "region_chunk", "field": "content", "text": written}] if structured else []
+            closed = []
+            if structured:
+                closed.append({"type": "region_chunk", "field": "content", "text": written})
+                self.spans.append((self._pos - len(written), self._pos))
         events += closed
 
 
@@ -177,8 +216,11 @@ def _calls(value: Any) -> Iterator[dict[str, Any]]:
     """Calls that a client can use and send back; an error where one is none."""
     for call in value if isinstance(value, list) else [value]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
+        # What is no object, and what is no JSON for all that Python reads it, are errors.
+        written = json.dumps({**parsed}, allow_nan=False)
         if not isinstance(arguments, str):
-            arguments = json.dumps({**arguments}, allow_nan=False)
+            arguments = written
         yield {"function": FunctionCall(name=name, arguments=arguments).model_dump()}
 
 
@@ -186,12 +228,39 @@ class TemplateParts:
     """As the model's answer template marks them."""
 
     def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
-        self._parser = _AnswerParser(template, prefix=prefix, tools=tools)
+        self._parser = _AnswerParser(template, prefix, tools)
 
     def add(self, text: str, *, last: bool) -> list[Part]:
         events = self._parser.feed(text)
         found: list[Part] = response_events_to_chunks([*events, *self._parser.rest()] if last else events)
         return found
+
+
+class Contents:
+    """Where in an answer its content is, which is neither reasoning nor marks nor calls."""
+
+    def __init__(self, template: Any, prefix: str, tools: list[dict[str, Any]]):
+        self._parser = _AnswerParser(template, prefix, tools)
+        self._parser.spans.clear()
+
+    @property
+    def sure(self) -> int:
+        """Letters of the answer of which it is known."""
+        return max(0, self._parser.sure - self._parser.begin)
+
+    def add(self, text: str, *, last: bool) -> list[tuple[int, int]]:
+        """Where more of it begins and ends, in letters of the answer."""
+        parser = self._parser
+        parser.feed(text)
+        if last:
+            parser.rest()
+        spans, parser.spans = parser.spans, []
+        return [(a - parser.begin, b - parser.begin) for a, b in spans]
+
+
+def thoughts_end(template: Any, prefix: str) -> str | None:
+    """What ends the reasoning that a prompt's end has begun; None where it has begun none."""
+    return None if template is None else _AnswerParser(template, prefix, []).thoughts_end
 
 
 class NamedCallParts:

@@ -16,8 +16,10 @@ from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ToolsBody
+from megakv.serving.http.chat_template import ChatTemplate
 from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.fields import pass_over
+from megakv.serving.http.literal import LiteralSpecials
 from megakv.serving.http.schemas import Body, CompletionBody
 from megakv.serving.http.wrong_fields import wrong_fields
 
@@ -150,13 +152,19 @@ class PromptReader:
         """Letters that a token stands for at most."""
         return max(map(len, self.tokenizer.get_vocab()), default=1)
 
+    @cached_property
+    def template(self) -> ChatTemplate:
+        """Writes conversations."""
+        return ChatTemplate(self.tokenizer)
+
     def read(self, kind: type[B], content: bytearray) -> tuple[B, list[array[int]]]:
         """A body without its texts, and the tokens of its prompts; none of one whose texts are kept."""
         body = self.read_body(kind, content)
         if isinstance(body, CompletionBody):
             return body if body.echo else body.model_copy(update={"prompt": ""}), self.prompts(body)
         if isinstance(body, ChatBody):
-            return body.model_copy(update={"messages": []}), self.prompts(body)
+            prompts = self.prompts(body)
+            return body.model_copy(update={"messages": []}), prompts
         return body, []
 
     def read_body(self, kind: type[B], content: bytearray) -> B:
@@ -186,7 +194,10 @@ class PromptReader:
             options["reasoning_effort"] = body.reasoning_effort
         messages = [message.template_values() for message in body.messages]
         tools = [function.template_values() for function in body.functions]
-        return [self.encode_chat(messages, tools, options)]
+        goes_on = bool(body.continue_final_message)
+        literal = body.literal_specials
+        tokens, body.merged = self.conversation(messages, tools, options, goes_on=goes_on, literal=literal)
+        return [tokens]
 
     def _checked(self, tokens: array[int]) -> array[int]:
         """Tokens; refuses what is no token, and what is longer than the context."""
@@ -205,6 +216,21 @@ class PromptReader:
         self, messages: list[dict[str, Any]], tools: list[dict[str, Any]], options: dict[str, Any]
     ) -> array[int]:
         """The tokens of a conversation up to where its next answer begins."""
+        return self.conversation(messages, tools, options)[0]
+
+    def conversation(
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]],
+        options: dict[str, Any],
+        *,
+        goes_on: bool = False,
+        literal: bool = False,
+    ) -> tuple[array[int], bool]:
+        """As `encode_chat`, or up to the end of the last message; and whether messages were merged for the template.
+
+        With `literal` special tokens of texts are letters.
+        """
         if self.tokenizer.chat_template is None:
             remedy = "put chat_template.jinja beside its tokenizer, or use /v1/completions"
             message = f"{self.name} has no chat template: {remedy}"
@@ -214,23 +240,25 @@ class PromptReader:
             message = f"chat_template_kwargs: {taken[0]} is not for requests to say"
             raise ApiError(400, message, code="invalid_value", param="chat_template_kwargs")
         self.check_letters(letters_of([messages, tools, options]))
-        # Templates know the older name alone.
-        named = [{**each, "role": "system"} if each["role"] == "developer" else each for each in messages]
+        if literal:
+            messages, tools, options = (self._literal.marked(each) for each in (messages, tools, options))
         try:
-            text = self.tokenizer.apply_chat_template(
-                named, tools=tools or None, add_generation_prompt=True, tokenize=False, **options
-            )
+            text, merged = self.template.text(messages, tools, options, goes_on=goes_on)
         except Exception as error:  # whatever a template raises
             said = f"the model's chat template refuses these messages: {error}"
             raise ApiError(400, said, code="chat_template", param="messages") from error
-        return self._tokens(text, special=False)
+        return self._tokens(text, special=False, literal=literal), merged
+
+    @cached_property
+    def _literal(self) -> LiteralSpecials:
+        return LiteralSpecials(self.tokenizer)
 
     def check_letters(self, letters: int) -> None:
         """Refuse at once what cannot have few enough tokens."""
         if self.context is not None and letters > self.context * self.longest_token:
             raise too_long(f"a prompt of {letters} characters", self.context)
 
-    def _tokens(self, text: str, *, special: bool) -> array[int]:
+    def _tokens(self, text: str, *, special: bool, literal: bool = False) -> array[int]:
         self.check_letters(len(text))
         if self.context is not None and len(text) > USUAL_LETTERS * self.context + PIECE_LETTERS:
             # A token takes 300 bytes until all are there.
@@ -239,7 +267,13 @@ class PromptReader:
                 found += len(self._encode(text[begin : begin + PIECE_LETTERS], special=False))
                 if found > most:
                     raise too_long(f"a prompt of {len(text)} characters", self.context)
-        return self._checked(array("i", self._encode(text, special=special)))
+        if not literal:
+            return self._checked(array("i", self._encode(text, special=special)))
+        try:
+            return self._checked(array("i", self._literal.tokens(text)))
+        except ValueError as error:
+            said = f"literal_specials: it cannot be done exactly: {error}"
+            raise ApiError(400, said, code="invalid_value", param="literal_specials") from error
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         made = self.tokenizer(

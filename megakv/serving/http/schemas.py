@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from typing import Annotated, Any, Literal, get_args
 
@@ -296,25 +295,16 @@ class Message(SentBack):
         return self
 
     def template_values(self) -> dict[str, Any]:
-        """As chat templates take it."""
-        values: dict[str, Any] = {"role": self.role, "content": self.content or ""}
+        """Message as `ChatTemplate` takes it: as it was sent."""
+        values: dict[str, Any] = {"role": self.role, "content": self.content}
         for name in ("name", "tool_call_id", "reasoning_content"):
             if (value := getattr(self, name)) is not None:
                 values[name] = value
         if self.tool_calls:
             values["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": _arguments(call.function)} for call in self.tool_calls
+                {"id": call.id, "type": "function", "function": call.function.model_dump()} for call in self.tool_calls
             ]
         return values
-
-
-def _arguments(call: FunctionCall) -> dict[str, Any]:
-    """Templates print arguments as JSON, so that those which are must not be text here."""
-    try:
-        arguments = json.loads("{}" if call.arguments is None else call.arguments)
-    except (ValueError, RecursionError):
-        arguments = call.arguments
-    return {"name": call.name, "arguments": arguments}
 
 
 class Function(Body):

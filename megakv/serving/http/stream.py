@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -60,9 +60,15 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, answers: Answers, chunks: AsyncIterator[bytes], failed: Callable[[ApiError], bytes]):
+    def __init__(
+        self,
+        answers: Answers,
+        chunks: AsyncIterator[bytes],
+        failed: Callable[[ApiError], bytes],
+        headers: Mapping[str, str] | None = None,
+    ):
         # A proxy that collects events would make a stream of none.
-        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no"})
+        super().__init__(headers={"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})})
         del self.headers["content-length"]
         self._answers, self._chunks, self._failed = answers, chunks, failed
 

@@ -91,7 +91,8 @@ def test_log_probabilities(served: Served) -> None:
     wanted: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "logprobs": 2, "extra_body": {"ignore_eos": True}}
     found = served.client().completions.create(model=NAME, prompt=text, **wanted).choices[0]
     assert found.logprobs is not None and found.logprobs.tokens is not None and found.logprobs.top_logprobs is not None
-    assert len(found.logprobs.tokens) == 4 and all(len(top) <= 2 for top in found.logprobs.top_logprobs)
+    assert len(found.logprobs.tokens) == 4 and all(len(top) <= 3 for top in found.logprobs.top_logprobs)
+    assert all(name in top for name, top in zip(found.logprobs.tokens, found.logprobs.top_logprobs, strict=True))
 
 
 def test_several_answers_share_their_prompt(served: Served) -> None:

@@ -66,8 +66,10 @@ def test_templates_are_given_tools_and_calls(served: ServedModel) -> None:
     text = rendered(served, messages, [TOOL])
     assert text.startswith('[weather {"type": "object", "properties": {}}]<user>how is it<assistant>!weather:')
     assert "Köln" in text and text.endswith("<tool>warm<assistant>") and "\\" not in text
+    # Not in any other order either.
+    served.tokenizer.chat_template = TEMPLATE.replace("not loop.first", "true").replace("m.role == 'system'", "m.role")
     with pytest.raises(ApiError, match="system first"):
-        rendered(served, [{"role": "user", "content": "a"}, {"role": "system", "content": "b"}], None)
+        rendered(served, [{"role": "system", "content": "b"}, {"role": "user", "content": "a"}], None)
 
 
 LIBRARY = {
@@ -215,6 +217,9 @@ def test_a_prompt_is_no_part_of_the_answer(served: ServedModel) -> None:
         thinks = prefix.endswith("<think>")
         assert said(found) == ("Yes." if thinks else "so</think>Yes.")
         assert any(isinstance(part, ReasoningText) for part in found) == thinks
+    # A mark of a user's that nothing ends, and blanks that may begin one.
+    for prefix in ("<user>hm <tool_call>{", "<user>hm\n"):
+        assert said(cut(TemplateParts(template, prefix, []), "Yes. No.")) == "Yes. No."
 
 
 @pytest.mark.parametrize("most", [1, 2, 5])
