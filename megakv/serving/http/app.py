@@ -14,11 +14,13 @@ from fastapi import FastAPI, Request, Response
 from pydantic_core import to_json
 
 from megakv.serving.http.answers import Answers
+from megakv.serving.http.anthropic import MessageAnswer
+from megakv.serving.http.anthropic_schemas import MessagesBody
 from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read_generation_config
 from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
 from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
 from megakv.serving.http.conversations import Conversations, Turn
-from megakv.serving.http.errors import ApiError, broken
+from megakv.serving.http.errors import ANTHROPIC_PATH, ApiError, broken, speaks_anthropic
 from megakv.serving.http.metrics import Metrics, status
 from megakv.serving.http.parts import Parts
 from megakv.serving.http.prompt_reader import BodyLimits, BodyScanner
@@ -50,6 +52,8 @@ class Service:
         routes: list[tuple[str, str, Callable[..., Coroutine[Any, Any, Response]]]] = [
             ("POST", "/v1/chat/completions", self.chat),
             ("POST", "/v1/completions", self.completions),
+            ("POST", ANTHROPIC_PATH, self.messages),
+            ("POST", f"{ANTHROPIC_PATH}/count_tokens", self.count_tokens),
             ("POST", "/v1/responses", self.responses),
             ("GET", "/v1/responses/{name}", self.kept_response),
             ("DELETE", "/v1/responses/{name}", self.forget_response),
@@ -100,6 +104,20 @@ class Service:
             continues=True,
         )
         return await self._answered(request, body, answers, CompletionAnswer(self._served, body, answers))
+
+    async def messages(self, request: Request) -> Response:
+        """``/v1/messages``, which are chats in other words."""
+        body, prompts = await self._body(request, MessagesBody)
+        held = held_to(body, body.response_format)
+        asked = self._room(prompts[0], body.max_tokens)
+        answers = await self._asked(request, body, prompts, held, asked=asked)
+        writer = MessageAnswer(body, answers, self._parts(held, body, prompts[0]))
+        return await self._answered(request, body, answers, writer)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """``/v1/messages/count_tokens``."""
+        body, prompts = await self._body(request, MessagesBody)
+        return _json({"input_tokens": len(prompts[0]), "omitted_tools": body.omitted_tools})
 
     async def responses(self, request: Request) -> Response:
         """``/v1/responses``."""
@@ -209,6 +227,13 @@ class Service:
         call = make_call(body, prompts, self._served, self._settings, key=key, user=user, form=form, **how)
         return Answers(self._ranks, self._served, call, self._metrics.timed)
 
+    def _room(self, prompt: tuple[int, ...], asked: int | None) -> int | None:
+        """As much of an answer as there is room for: such clients ask for what their maker's models can have."""
+        most, context = self._settings.max_new_tokens, self._served.context
+        if context is not None:
+            most = min(most, context - len(prompt))
+        return None if asked is None else max(min(asked, most), 1)
+
     def _parts(self, held: Held | None, body: ChatBody | ResponseBody, prompt: tuple[int, ...]) -> Parts:
         return self._served.parts(prompt, _tools(body)) if held is None else held.parts()
 
@@ -244,7 +269,8 @@ async def _said(request: Request, error: Exception) -> Response:
     elif status == 405:
         allowed = {"allow": getattr(error, "headers", {}).get("Allow", "")}
         said = ApiError(405, f"{request.method} is not allowed at {path}", code="method_not_allowed", headers=allowed)
-    return Response(said.json(), said.status, media_type="application/json", headers=dict(said.headers))
+    content = said.json(anthropic=speaks_anthropic(path))
+    return Response(content, said.status, media_type="application/json", headers=dict(said.headers))
 
 
 def _page() -> Response:

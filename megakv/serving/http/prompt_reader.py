@@ -164,7 +164,7 @@ class PromptReader:
             raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
         content.clear()
         try:
-            body = kind.model_validate(value)
+            body = kind.read(value)
         except ValidationError as error:
             raise wrong_fields(error) from None
         if isinstance(body, ToolsBody):

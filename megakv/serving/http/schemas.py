@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from array import array
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     AfterValidator,
@@ -61,6 +61,11 @@ class Body(BaseModel):
         if isinstance(value, dict) and len(value) > MOST_FIELDS:
             raise ValueError(f"has {len(value)} fields; allowed: {MOST_FIELDS}")
         return value
+
+    @classmethod
+    def read(cls, value: Any) -> Self:
+        """Checked, from the values of its JSON."""
+        return cls.model_validate(value)
 
 
 class StreamOptions(Body):
