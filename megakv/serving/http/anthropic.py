@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from pydantic import BaseModel
-from transformers.cli.serving.utils import ReasoningText, ToolCall
 
 from megakv.serving.http.answers import Answers, Piece
 from megakv.serving.http.anthropic_schemas import MessagesBody
+from megakv.serving.http.blocks import Block, Blocks, News, Step
 from megakv.serving.http.errors import ApiError
-from megakv.serving.http.parts import MoreArguments, Part, Parts
+from megakv.serving.http.parts import Parts
 from megakv.serving.request import Progress
 
 
@@ -32,13 +32,12 @@ class MessageObject(BaseModel):
 
 
 class MessageAnswer:
-    """Writes the answer to one call, whole or as it comes. One block is open at a time, the last."""
+    """Writes the answer to one call, whole or as it comes."""
 
     def __init__(self, body: MessagesBody, answers: Answers, parts: Parts):
         self._body, self._answers, self._parts = body, answers, parts
         self._name = f"msg_{uuid.uuid4().hex[:24]}"
-        self._blocks: list[dict[str, Any]] = []
-        self._open, self._arguments, self._blank = False, "", ""
+        self._blocks = Blocks()
         self._finish: str | None = None
         self._stopped: str | None = None
 
@@ -77,63 +76,10 @@ class MessageAnswer:
     def _taken(self, piece: Piece) -> Iterator[bytes]:
         """Events of what a piece adds."""
         for part in self._parts.add(piece.text, last=piece.finish is not None):
-            yield from self._added(part)
+            yield from map(_news, self._blocks.add(part))
         if piece.finish is not None:
             self._finish, self._stopped = piece.finish, piece.stopped
-            if self._blank and not self._blocks:
-                yield from self._more("text", self._blank)
-            yield from self._closed()
-
-    def _added(self, part: Part) -> Iterator[bytes]:
-        if isinstance(part, ToolCall):
-            call = {"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex[:24]}", "name": part.name, "input": {}}
-            yield from self._begun(call)
-            yield from self._more_arguments(part.arguments)
-        elif isinstance(part, MoreArguments):
-            yield from self._more_arguments(part.text)
-        elif isinstance(part, ReasoningText):
-            yield from self._more("thinking", str(part))
-        elif self._last != "text" and not (self._blank + part).strip():
-            # Models leave lines between what they think, say and call: a block of nothing else is none.
-            self._blank += part
-        else:
-            blank, self._blank = self._blank, ""
-            yield from self._more("text", blank + part)
-
-    def _more(self, kind: str, text: str) -> Iterator[bytes]:
-        """More of a text or of thoughts."""
-        if self._last != kind:
-            yield from self._begun({"type": kind, kind: "", **({"signature": ""} if kind == "thinking" else {})})
-        self._blocks[-1][kind] += text
-        yield self._delta({"type": f"{kind}_delta", kind: text})
-
-    def _more_arguments(self, text: str) -> Iterator[bytes]:
-        self._arguments += text
-        if text:
-            yield self._delta({"type": "input_json_delta", "partial_json": text})
-
-    def _begun(self, block: dict[str, Any]) -> Iterator[bytes]:
-        yield from self._closed()
-        self._blank, self._open = "", True
-        self._blocks.append(block)
-        yield _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
-
-    def _closed(self) -> Iterator[bytes]:
-        if not self._open:
-            return
-        if self._last == "tool_use":
-            self._blocks[-1]["input"] = _input(self._arguments)
-            self._arguments = ""
-        self._open = False
-        yield _event("content_block_stop", index=len(self._blocks) - 1)
-
-    def _delta(self, delta: dict[str, Any]) -> bytes:
-        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
-
-    @property
-    def _last(self) -> str | None:
-        """The type of the block that is open."""
-        return self._blocks[-1]["type"] if self._open else None
+            yield from map(_news, self._blocks.end())
 
     @property
     def _stop_reason(self) -> str | None:
@@ -143,7 +89,7 @@ class MessageAnswer:
             return "max_tokens"
         if self._stopped is not None:
             return "stop_sequence"
-        return "tool_use" if any(block["type"] == "tool_use" for block in self._blocks) else "end_turn"
+        return "tool_use" if self._blocks.calls else "end_turn"
 
     def _usage(self) -> dict[str, int]:
         """Tokens that were found are not among those that were read."""
@@ -161,7 +107,7 @@ class MessageAnswer:
             type="message",
             role="assistant",
             model=self._body.model,
-            content=self._blocks,
+            content=[_block(block, _arguments(block)) for block in self._blocks.all],
             stop_reason=self._stop_reason,
             stop_sequence=self._stopped,
             usage=self._usage(),
@@ -169,10 +115,36 @@ class MessageAnswer:
         )
 
 
-def _input(arguments: str) -> dict[str, Any]:
+DELTAS = {
+    "text": ("text_delta", "text"),
+    "reasoning": ("thinking_delta", "thinking"),
+    "call": ("input_json_delta", "partial_json"),
+}
+
+
+def _news(news: News) -> bytes:
+    """The event of what has become of a block."""
+    step, block, more = news
+    if step is Step.BEGUN:
+        return _event("content_block_start", index=block.index, content_block=_block(block, {}))
+    if step is Step.ENDED:
+        return _event("content_block_stop", index=block.index)
+    kind, name = DELTAS[block.kind]
+    return _event("content_block_delta", index=block.index, delta={"type": kind, name: more})
+
+
+def _block(block: Block, arguments: dict[str, Any]) -> dict[str, Any]:
+    if block.kind == "call":
+        return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
+
+
+def _arguments(block: Block) -> dict[str, Any]:
     """The object that a call's arguments are; nothing where they were cut off."""
     try:
-        value = json.loads(arguments)
+        value = json.loads(block.text)
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
