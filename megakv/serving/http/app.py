@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 import uuid
-from base64 import b64encode
 from collections.abc import Callable, Coroutine
-from importlib.resources import files
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -17,16 +13,19 @@ from megakv.serving.http.answers import Answers
 from megakv.serving.http.anthropic import MessageAnswer
 from megakv.serving.http.anthropic_schemas import MessagesBody
 from megakv.serving.http.call import Held, ServedModel, held_to, make_call, read_generation_config
-from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
+from megakv.serving.http.chat_schemas import ChatBody
 from megakv.serving.http.completions import ChatAnswer, CompletionAnswer
 from megakv.serving.http.conversations import Conversations, Turn
 from megakv.serving.http.errors import ANTHROPIC_PATH, ApiError, broken, speaks_anthropic
 from megakv.serving.http.metrics import Metrics, status
+from megakv.serving.http.page import page
 from megakv.serving.http.parts import Parts
 from megakv.serving.http.prompt_reader import BodyLimits, BodyScanner
 from megakv.serving.http.prompt_work import Prompts, PromptWork
 from megakv.serving.http.ranks import Ranks
-from megakv.serving.http.responses import ResponseAnswer, messages_of
+from megakv.serving.http.response_items import input_items, messages_of, prompt_of
+from megakv.serving.http.response_schemas import ResponseBody
+from megakv.serving.http.responses import ResponseAnswer
 from megakv.serving.http.schemas import Body, CompletionBody, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.http.stream import EventStream, while_listened_to
@@ -43,7 +42,7 @@ class Service:
         self._ranks, self._served, self._settings, self._metrics = ranks, served, settings, metrics
         self._work = PromptWork(served.reader)
         self._conversations = Conversations()
-        self._page = _page()
+        self._page = page()
 
     def app(self) -> FastAPI:
         """The application."""
@@ -57,6 +56,7 @@ class Service:
             ("POST", "/v1/responses", self.responses),
             ("GET", "/v1/responses/{name}", self.kept_response),
             ("DELETE", "/v1/responses/{name}", self.forget_response),
+            ("GET", "/v1/responses/{name}/input_items", self.input_items),
             ("GET", "/v1/models", self.models),
             ("GET", "/v1/models/{name:path}", self.model),
             ("GET", "/health", self.health),
@@ -129,9 +129,14 @@ class Service:
         added = messages_of(body)
         before = [] if previous is None else previous.messages
         system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-        encoding = self._work.encode_chat(_sender(request), [*system, *before, *added], _tools(body), {})
-        prompt = await while_listened_to(request.receive, encoding)
-        answers = await self._asked(request, body, [prompt], held, asked=body.max_output_tokens)
+
+        async def encode(messages: list[dict[str, Any]]) -> tuple[int, ...]:
+            return await self._work.encode_chat(_sender(request), messages, _tools(body), body.template_options)
+
+        making = prompt_of(body, [*system, *before, *added], encode, self._served.context)
+        prompt = await while_listened_to(request.receive, making)
+        asked, logprobs = body.max_output_tokens, body.logprobs
+        answers = await self._asked(request, body, [prompt], held, asked=asked, logprobs=logprobs)
         name = f"resp_{uuid.uuid4().hex}"
 
         def keep(response: Any, message: dict[str, Any]) -> None:
@@ -139,12 +144,16 @@ class Service:
                 turn = Turn(owner, previous, (*added, message), response.model_dump(mode="json", by_alias=True))
                 self._conversations.keep(name, turn)
 
-        writer = ResponseAnswer(name, body, self._parts(held, body, prompt), answers, keep)
+        writer = ResponseAnswer(name, self._served, body, self._parts(held, body, prompt), answers, keep)
         return await self._answered(request, body, answers, writer)
 
     async def kept_response(self, request: Request, name: str) -> Response:
         """A response that was kept."""
         return _json(self._turn(name, _owner(request)).response)
+
+    async def input_items(self, request: Request, name: str) -> Response:
+        """What a response was made from."""
+        return _json(input_items(name, self._turn(name, _owner(request)), request.query_params))
 
     async def forget_response(self, request: Request, name: str) -> Response:
         """Forget a response; those that go on from it stay."""
@@ -271,21 +280,6 @@ async def _said(request: Request, error: Exception) -> Response:
         said = ApiError(405, f"{request.method} is not allowed at {path}", code="method_not_allowed", headers=allowed)
     content = said.json(anthropic=speaks_anthropic(path))
     return Response(content, said.status, media_type="application/json", headers=dict(said.headers))
-
-
-def _page() -> Response:
-    """One file, with a policy that names its script by its digest: it may load and send nothing elsewhere."""
-    content = files("megakv.serving.http").joinpath("page.html").read_bytes()
-    script = re.search(rb"<script>(.*?)</script>", content, re.DOTALL)
-    assert script is not None
-    digest = b64encode(hashlib.sha256(script[1]).digest()).decode()
-    headers = {
-        "content-security-policy": f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-    }
-    return Response(content, media_type="text/html", headers=headers)
 
 
 def _tools(body: ChatBody | ResponseBody) -> list[dict[str, Any]]:

@@ -16,10 +16,11 @@ from transformers.cli.serving.utils import get_response_template
 
 from megakv.costmodel.config_sizes import positions
 from megakv.serving.form import Form
-from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
+from megakv.serving.http.chat_schemas import ChatBody, ResponseFormat, TextFormat
 from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts, TemplateParts
 from megakv.serving.http.prompt_reader import PromptReader
+from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.schemas import MOST_TOOLS, SamplingBody
 from megakv.serving.http.settings import HttpSettings
 from megakv.serving.request import Event, Request, Sampling
