@@ -135,7 +135,7 @@ class BuiltInTool(SentBack):
 
 def _kind_of_tool(given: Any) -> str:
     kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return kind if kind in ("function", "custom", None) else "built-in"
+    return str(kind) if kind in ("function", "custom", None) else "built-in"
 
 
 AnyTool = Annotated[

@@ -98,7 +98,7 @@ class ResponseAnswer:
             yield self._event(f"response.{part}.delta", delta=more, **chances, **where)
         else:
             item = self._item(block, self._status)
-            chances = {"logprobs": self._logprobs} if block.kind == "text" else {}
+            chances = {"logprobs": self._chances(block)} if block.kind == "text" else {}
             yield self._event(f"response.{part}.done", text=block.text, **chances, **where)
             yield self._event("response.content_part.done", part=item["content"][0], **where)
             yield self._event("response.output_item.done", output_index=block.index, item=item)
@@ -122,6 +122,11 @@ class ResponseAnswer:
                 done = {"name": block.name, "arguments": block.text}
                 yield self._event("response.function_call_arguments.done", **done, **where)
             yield self._event("response.output_item.done", output_index=block.index, item=item)
+
+    def _chances(self, block: Block) -> list[dict[str, Any]]:
+        """Log probabilities of all tokens, which the first text has."""
+        first = next(each for each in self._blocks.all if each.kind == "text")
+        return self._logprobs if block is first else []
 
     @property
     def _status(self) -> Literal["incomplete", "completed"]:
@@ -156,7 +161,7 @@ class ResponseAnswer:
         content: dict[str, Any] = {"type": PARTS[block.kind], "text": block.text}
         if block.kind == "reasoning":
             return {"id": f"rs_{block.id}", "type": "reasoning", "summary": [], "content": [content], "status": status}
-        content |= {"annotations": [], "logprobs": self._logprobs if status != "in_progress" else []}
+        content |= {"annotations": [], "logprobs": self._chances(block) if status != "in_progress" else []}
         message = {"id": f"msg_{block.id}", "type": "message", "role": "assistant"}
         return {**message, "status": status, "content": [content]}
 
