@@ -93,9 +93,14 @@ class ResponseCallOutput(SentBack):
     output: Content
 
 
-def _kind_of_item(given: Any) -> Any:
+def _type_of(given: Any) -> str | None:
+    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
+    return kind[:40] if isinstance(kind, str) else None
+
+
+def _kind_of_item(given: Any) -> str:
     """By its type; a message may have none."""
-    return (given.get("type") if isinstance(given, dict) else getattr(given, "type", None)) or "message"
+    return _type_of(given) or "message"
 
 
 Item = Annotated[
@@ -134,8 +139,8 @@ class BuiltInTool(SentBack):
 
 
 def _kind_of_tool(given: Any) -> str:
-    kind = given.get("type") if isinstance(given, dict) else getattr(given, "type", None)
-    return str(kind) if kind in ("function", "custom", None) else "built-in"
+    kind = _type_of(given) or "function"
+    return kind if kind in ("function", "custom") else "built-in"
 
 
 AnyTool = Annotated[

@@ -136,3 +136,12 @@ def test_log_probabilities(served: Served) -> None:
         told = [each.token for e in stream if e.type == "response.output_text.delta" for each in e.logprobs]
     assert told == [token for token, _ in expected][: len(told)] and len(told) > 5
     assert not create(served, input=text).output[0].content[0].logprobs
+
+
+@pytest.mark.parametrize("kind", [None, 1, [], {}, "odd"])
+def test_items_and_tools_of_no_type_are_refused(kind: Any, served: Served) -> None:
+    odd: list[dict[str, Any]] = [{"input": [{"type": kind, "name": "f"}]}]
+    odd += [] if kind == "odd" else [{"input": "aa", "tools": [{"type": kind, "name": "f"}]}]
+    for body in odd:
+        answer = httpx.post(f"{served.url}/v1/responses", json={"model": NAME, **body}, timeout=MOST_S)
+        check_error(answer, 400)
