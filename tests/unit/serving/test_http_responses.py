@@ -134,7 +134,7 @@ def test_log_probabilities(served: Served) -> None:
     asked |= {"model": NAME, "temperature": 0, "max_output_tokens": 8}
     with served.client().responses.stream(**asked) as stream:
         told = [each.token for e in stream if e.type == "response.output_text.delta" for each in e.logprobs]
-    assert told == [token for token, _ in expected][: len(told)] and len(told) > 5
+    assert told == [token for token, _ in expected][: len(told)] and len(told) >= len(expected) - 1
     assert not create(served, input=text).output[0].content[0].logprobs
 
 
