@@ -70,6 +70,8 @@ class Piece:
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
+    stopped: str | None = None
+    """The stop string that ended it, where one did."""
 
 
 @dataclass
@@ -175,7 +177,7 @@ class Answers:
                     answer = found[piece.index]
                     answer.text += piece.text
                     answer.tokens += piece.tokens
-                    answer.finish = piece.finish
+                    answer.finish, answer.stopped = piece.finish, piece.stopped
         return found
 
     def prompt(self, index: int) -> list[Token]:
@@ -230,7 +232,7 @@ class Answers:
 
     def _end(self, piece: Piece, why: str) -> None:
         answer = self._answers[piece.index]
-        answer.done, piece.finish = True, why
+        answer.done, piece.finish, piece.stopped = True, why, answer.stops.found
         if answer.first_s is not None:
             per_token = (answer.last_s - answer.first_s) / (answer.tokens - 1) if answer.tokens > 1 else None
             self._timed(answer.first_s - self._began, per_token)

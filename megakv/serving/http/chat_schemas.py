@@ -1,4 +1,4 @@
-"""Bodies of ``/v1/chat/completions``, and of ``/v1/responses``, which has its own names for what that takes too."""
+"""Bodies of ``/v1/chat/completions``, and what ``/v1/responses`` shares with them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,18 @@ from pydantic import (
 )
 
 from megakv.serving.http.errors import shown
+from megakv.serving.http.message_schemas import Function, Message, NamedTool, Tool
 from megakv.serving.http.schemas import (
     MOST_FIELDS,
     MOST_MESSAGES,
     MOST_SETTINGS,
     MOST_TOOLS,
     Body,
-    Content,
-    Function,
-    FunctionName,
     Ignored,
-    Message,
     Name,
-    NamedTool,
     SamplingBody,
-    SentBack,
     Text,
     TokenCount,
-    Tool,
     at_most,
 )
 
@@ -197,84 +191,3 @@ class ChatBody(ToolsBody):
         """As of `ToolsBody`."""
         calls = (call for message in self.messages for call in message.tool_calls or [])
         return (call.function.arguments for call in calls if call.function.arguments is not None)
-
-
-class ResponseText(Body):
-    """How a response's text is to look."""
-
-    format: ResponseFormat | None = None
-    verbosity: Ignored = None
-
-
-class ResponseMessage(SentBack):
-    """A message of ``/v1/responses``."""
-
-    type: Literal["message"] | None = None
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Content
-
-
-class ResponseCall(SentBack):
-    """A call that an earlier response asked for."""
-
-    type: Literal["function_call"]
-    call_id: Name
-    name: Name
-    arguments: Text
-
-
-class ResponseCallOutput(SentBack):
-    """What a call came to."""
-
-    type: Literal["function_call_output"]
-    call_id: Name
-    output: Text
-
-
-class ResponseTool(Function):
-    """A tool of ``/v1/responses``."""
-
-    type: Literal["function"]
-
-
-class ResponseNamedTool(FunctionName):
-    """That an answer has to call."""
-
-    type: Literal["function"]
-
-
-class ResponseBody(ToolsBody):
-    """Of ``/v1/responses``."""
-
-    input: (
-        Text
-        | Annotated[
-            list[ResponseMessage | ResponseCall | ResponseCallOutput],
-            Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True),
-        ]
-    )
-    instructions: Text | None = None
-    previous_response_id: Name | None = None
-    max_output_tokens: TokenCount | None = None
-    tools: Annotated[list[ResponseTool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Annotated[
-        Literal["auto", "none", "required"] | ResponseNamedTool | None,
-        one_of("""'auto', 'none', 'required' or {"type": "function", "name": NAME}"""),
-    ] = None
-    text: ResponseText | None = None
-    store: bool | None = None
-    background: Literal[False] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: Ignored = None
-    reasoning: Ignored = None
-
-    @property
-    def functions(self) -> list[Function]:
-        """That the model is told of."""
-        return [] if self.tool_choice == "none" else list(self.tools or [])
-
-    @property
-    def arguments(self) -> Iterator[str]:
-        """As of `ToolsBody`."""
-        items = [] if isinstance(self.input, str) else self.input
-        return (item.arguments for item in items if isinstance(item, ResponseCall))

@@ -13,6 +13,13 @@ TOO_LONG = "context_length_exceeded"
 """For a prompt that alone does not fit, and nothing else: clients shorten it then."""
 MOST_SHOWN = 64
 """Letters of a value."""
+ANTHROPIC_KINDS = {
+    **KINDS,
+    408: "timeout_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+}
+ANTHROPIC_PATH = "/v1/messages"
 MOST_LETTERS = 500
 """Of a message: what a stranger sent is not sent back at any length."""
 
@@ -38,9 +45,18 @@ class ApiError(Exception):
         message = message.encode("utf-8", "replace").decode()
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
-    def json(self) -> bytes:
-        """The object as it is sent."""
-        return json.dumps(self.body()).encode()
+    def json(self, *, anthropic: bool = False) -> bytes:
+        """The object as it is sent, to clients of OpenAI's or of Anthropic's."""
+        said = self.body()
+        if anthropic:
+            kind = ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            said = {"type": "error", "error": {"type": kind, "message": said["error"]["message"]}}
+        return json.dumps(said).encode()
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether Anthropic's clients ask there."""
+    return path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
 
 
 def broken() -> ApiError:

@@ -142,7 +142,7 @@ def pass_over(given: Any, kind: type[Body], others: Container[str]) -> dict[str,
     passed = {KNOWN_HINT: 0, UNKNOWN: 0}
     if not isinstance(given, dict) or len(given) > MOST_FIELDS:
         return passed
-    known = {field.alias or name for name, field in kind.model_fields.items()}
+    known = kind.names()
     for name in [name for name in given if name not in known]:
         value = given.pop(name)
         if name not in HINTS and name not in UNSUPPORTED and name not in others:

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
-from megakv.serving.http.errors import ApiError, unavailable
+from megakv.serving.http.errors import ApiError, speaks_anthropic, unavailable
 from megakv.serving.http.settings import HttpSettings, names_this_machine
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Guard:
                 raise self._too_large()
         except ApiError as error:
             # Of a body that comes nevertheless nothing is kept.
-            await respond(error, send)
+            await respond(error, scope, send)
             return
         started, complete, taken = False, False, [0]
 
@@ -69,7 +69,7 @@ class Guard:
             await self.app(scope, self._bounded(receive, taken), bounded_send)
         except ApiError as error:
             if not started:
-                await respond(error, send)
+                await respond(error, scope, send)
         except TimeoutError:
             # To end with an error would be written down as one of the server's.
             await send({"type": "http.response.body", "body": b"", "more_body": False})
@@ -107,7 +107,10 @@ class Guard:
         kind, _, given = next(iter(_all(headers, b"authorization")), "").partition(" ")
         owner = settings.keys.owner(given.strip()) if kind.lower() == "bearer" else None
         if owner is None:
-            message = "give an API key of this server as 'Authorization: Bearer KEY'"
+            # Clients of Anthropic's have a header of their own for it.
+            owner = settings.keys.owner(next(iter(_all(headers, b"x-api-key")), "").strip())
+        if owner is None:
+            message = "give an API key of this server as 'Authorization: Bearer KEY' or 'x-api-key: KEY'"
             raise ApiError(401, message, code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return owner
 
@@ -141,9 +144,9 @@ class Guard:
         return bounded_receive
 
 
-async def respond(error: ApiError, send: Send) -> None:
+async def respond(error: ApiError, scope: Scope, send: Send) -> None:
     """Answer with an error object."""
-    body = error.json()
+    body = error.json(anthropic=speaks_anthropic(scope["path"]))
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": encoded})

@@ -9,10 +9,11 @@ from functools import partial
 from llguidance import LLTokenizer
 
 from megakv.serving.form import Form
-from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ResponseFormat, TextFormat
+from megakv.serving.http.chat_schemas import ChatBody, ResponseFormat, TextFormat
 from megakv.serving.http.either import Opening
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.parts import CallsParts, NamedCallParts, Parts, PlainParts
+from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.schemas import MOST_TOOLS, SamplingBody
 from megakv.serving.http.structured import structured
 

@@ -16,7 +16,7 @@ from transformers.utils.chat_parsing.response_templates import ResponseTemplateF
 from transformers.utils.chat_template_utils import _REASONING_FIELDS
 
 from megakv.serving.form import CALL_ARGUMENTS, CALL_NAME
-from megakv.serving.http.schemas import FunctionCall
+from megakv.serving.http.message_schemas import FunctionCall
 
 MOST_TOKENS = 32
 """Tokens that are decoded together; those before them are text for good."""

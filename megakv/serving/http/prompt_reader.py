@@ -15,11 +15,12 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
-from megakv.serving.http.chat_schemas import ChatBody, ResponseBody, ToolsBody
+from megakv.serving.http.chat_schemas import ChatBody, ToolsBody
 from megakv.serving.http.chat_template import ChatTemplate
 from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.fields import pass_over
 from megakv.serving.http.literal import LiteralSpecials
+from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.schemas import Body, CompletionBody
 from megakv.serving.http.wrong_fields import wrong_fields
 
@@ -176,7 +177,7 @@ class PromptReader:
         content.clear()
         passed = pass_over(value, kind, ANYWHERE)
         try:
-            body = kind.model_validate(value)
+            body = kind.read(value)
         except ValidationError as error:
             raise wrong_fields(error, value) from None
         body.note_passed(passed)

@@ -8,19 +8,9 @@ from pydantic import Field, model_validator
 
 from megakv.serving.http.call import ServedModel
 from megakv.serving.http.errors import ApiError, prompts_in
+from megakv.serving.http.message_schemas import Message, Tool
 from megakv.serving.http.prompt_work import PromptWork
-from megakv.serving.http.schemas import (
-    MOST_FIELDS,
-    MOST_MESSAGES,
-    MOST_TOOLS,
-    Body,
-    Message,
-    Name,
-    Text,
-    Tokens,
-    Tool,
-    at_most,
-)
+from megakv.serving.http.schemas import MOST_FIELDS, MOST_MESSAGES, MOST_TOOLS, Body, Name, Text, Tokens, at_most
 
 
 class TokensBody(Body):

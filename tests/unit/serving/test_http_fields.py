@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from megakv.serving.http.schemas import Message
+from megakv.serving.http.message_schemas import Message
 from tests.unit.serving.conftest import MOST_S, NAME, Served, check_error
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

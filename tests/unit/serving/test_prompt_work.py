@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megakv.serving.http.chat_schemas import ChatBody, ResponseBody
+from megakv.serving.http.chat_schemas import ChatBody
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.prompt_reader import (
     LEAST_VALUES,
@@ -22,6 +22,7 @@ from megakv.serving.http.prompt_reader import (
     PromptReader,
 )
 from megakv.serving.http.prompt_work import PLACES, SHORT, Lane, PromptWork
+from megakv.serving.http.response_schemas import ResponseBody
 from megakv.serving.http.schemas import CompletionBody
 from tests.unit.serving.tokenizers import byte_level, random_text
 
