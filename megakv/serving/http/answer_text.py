@@ -27,7 +27,8 @@ class AnswerText:
         self._searched = 0  # Up to where content was looked at.
         self._waiting: deque[tuple[int, Token]] = deque()  # Tokens, with where their text begins.
         self._spans: deque[tuple[int, int]] = deque()  # Content of which tokens may wait.
-        self.stopped = False
+        self.found: str | None = None
+        """The stop that has ended it."""
 
     def add(self, token: Token, *, free: bool = False) -> tuple[str, list[Token]]:
         """What there is more by a token that is text; in that of a `free` one there is no stop."""
@@ -38,11 +39,16 @@ class AnswerText:
         """What was not sure, when no more tokens come."""
         return self._more(self._detokenizer.end(), last=True)
 
-    def stop(self) -> tuple[str, list[Token]]:
+    def stop(self, found: str) -> tuple[str, list[Token]]:
         """As `end`, by a token that is a stop."""
-        found = self.end()
-        self.stopped = True
-        return found
+        rest = self.end()
+        self.found = self.found or found
+        return rest
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop has ended it."""
+        return self.found is not None
 
     def _more(self, text: str, *, last: bool, free: bool = False) -> tuple[str, list[Token]]:
         if self.stopped:
@@ -70,7 +76,7 @@ class AnswerText:
             shown = self._stops.add(self._held[begin - self._given : end - self._given])
             self._searched = end
             if self._stops.found is not None:
-                self.stopped = True
+                self.found = self._stops.found
                 return first + len(shown)
         if last:
             return self._read

@@ -122,7 +122,7 @@ class Answers:
         self._ranks, self._call, self._timed = ranks, call, timed
         self._channel = Channel()
         self._began = time.monotonic()
-        self._stop_ids = _stop_tokens(served, call.stops)
+        self._stop_texts = _stop_tokens(served, call.stops)
         self.usage = Usage(sum(map(len, call.prompts)))
         self._answers = [
             _Answer(request, _text(served, call, request, contents()))
@@ -208,11 +208,11 @@ class Answers:
             self.usage.new_tokens += 1
             # As with ends, no stop is looked for among the first.
             free = answer.tokens <= answer.request.sampling.min_tokens
-            ends = event.id in self._stop_ids and not free
+            ends = event.id in self._stop_texts and not free
             if event.id not in self._call.silent_ids and (not ends or self._call.shows_stops):
                 self._say(piece, answer.text.add(event, free=free or ends))
             if ends:
-                self._say(piece, answer.text.stop())
+                self._say(piece, answer.text.stop(self._stop_texts[event.id]))
             if answer.text.stopped:
                 self._stop(answer)
                 self._end(piece, "stop")
@@ -232,7 +232,7 @@ class Answers:
 
     def _end(self, piece: Piece, why: str) -> None:
         answer = self._answers[piece.index]
-        answer.done, piece.finish, piece.stopped = True, why, answer.stops.found
+        answer.done, piece.finish, piece.stopped = True, why, answer.text.found
         if answer.first_s is not None:
             per_token = (answer.last_s - answer.first_s) / (answer.tokens - 1) if answer.tokens > 1 else None
             self._timed(answer.first_s - self._began, per_token)
@@ -269,8 +269,8 @@ def _detokenizer(served: ServedModel, call: Call, request: Request) -> Detokeniz
     return Detokenizer(served.tokenizer, special=call.special, behind=behind)
 
 
-def _stop_tokens(served: ServedModel, stops: Sequence[str]) -> frozenset[int]:
+def _stop_tokens(served: ServedModel, stops: Sequence[str]) -> dict[int, str]:
     """Special tokens that are a stop: they may be no part of the text, or of no content."""
     tokenizer = served.tokenizer
     special = set(tokenizer.all_special_tokens) if stops else set()
-    return frozenset(tokenizer.convert_tokens_to_ids(stop) for stop in stops if stop in special)
+    return {tokenizer.convert_tokens_to_ids(stop): stop for stop in stops if stop in special}

@@ -106,7 +106,7 @@ class MessageAnswer:
             id=self._name,
             type="message",
             role="assistant",
-            model=self._body.model,
+            model=self._body.model or "",
             content=[_block(block, _arguments(block)) for block in self._blocks.all],
             stop_reason=self._stop_reason,
             stop_sequence=self._stopped,

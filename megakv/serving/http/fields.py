@@ -122,6 +122,7 @@ REMEDIES = {
     "options": "put its fields into the body itself",
     "repeat_penalty": "use repetition_penalty",
     "stop_sequences": "use stop",
+    "suffix": "models here write on from their prompt: put the model's own marks into it",
     "system": "use a message of the role 'system'",
     "system_prompt": "use a message of the role 'system'",
     **dict.fromkeys((*LENGTHS, "max_length", "max_new_tokens", "n_predict", "num_predict"), "use {length}"),

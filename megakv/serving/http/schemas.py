@@ -102,6 +102,8 @@ Choices = Annotated[list[Annotated[str, Field(min_length=1, max_length=1 << 16)]
 class StructuredOutputs(Body):
     """What an answer is held to, as vLLM has it: one of these."""
 
+    model_config = ConfigDict(extra="forbid")
+
     json_: dict[str, Any] | Grammar | None = Field(default=None, alias="json")
     regex: Grammar | None = None
     choice: Choices | None = None
@@ -167,11 +169,6 @@ def _kind_of_prompt(given: Any) -> str:
     return "texts" if isinstance(first, str) else "lists of tokens" if isinstance(first, list) else "tokens"
 
 
-def _no_suffix(given: Any) -> None:
-    if given not in (None, ""):
-        raise ValueError("models here write on from their prompt; allowed: none, with the model's own marks in prompt")
-
-
 class CompletionBody(SamplingBody):
     """Of ``/v1/completions``."""
 
@@ -188,7 +185,6 @@ class CompletionBody(SamplingBody):
     prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     add_special_tokens: Literal[True] | None = None
-    suffix: Annotated[Any, AfterValidator(_no_suffix)] = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
 
     @property

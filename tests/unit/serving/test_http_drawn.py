@@ -27,7 +27,8 @@ CHATS: dict[str, list[Any]] = {
     "parallel_tool_calls": [True], "reasoning_effort": ["low"], "verbosity": ["low"], "store": [True],
 }  # fmt: skip
 COMPLETIONS: dict[str, list[Any]] = {
-    "max_tokens": [0, 1, 3, None], "n": [1, 2], "logprobs": [0, 3, None], "echo": [False], "best_of": [1, None],
+    "max_tokens": [0, 1, 3, None], "n": [1, 2], "logprobs": [0, 3, None], "echo": [False, True], "best_of": [None],
+    "prompt_logprobs": [None, 0, 2],
 }  # fmt: skip
 RESPONSES: dict[str, list[Any]] = {
     "max_output_tokens": [0, 1, 3], "instructions": ["be aa", None], "store": [True, False], "include": [[]],
@@ -35,7 +36,7 @@ RESPONSES: dict[str, list[Any]] = {
 }  # fmt: skip
 UNKNOWN: dict[str, list[Any]] = {
     "cache_control": [{"type": "ephemeral"}], "provider_specific_fields": [{"x": None}], "litellm_call_id": ["1"],
-    "a field of nobody": [1, [{}], "x"], "suffix": [None, "x"], "functions": [[], [FUNCTION]], "best_of": [1, 2],
+    "a field of nobody": [1, [{}], "x"], "suffix": [None, "x"], "functions": [[], [FUNCTION]],
     "modalities": [["text"], ["audio"]], "logits_processors": [["x"]], "use_beam_search": [False, True], "é": ["漢"],
 }  # fmt: skip
 PARTS: list[dict[str, Any]] = [

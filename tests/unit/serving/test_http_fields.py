@@ -40,7 +40,7 @@ def test_hints_and_unknown_fields_are_passed_over_and_counted(path: str, served:
         "best_of": 1, "modalities": ["text"], "use_beam_search": False, "length_penalty": 1.0, "echo": False,
     }  # fmt: skip
     unknown = {"secret word": 1, "é": [{"a": 1}], "\n": None}
-    known = {name: value for name, value in hints.items() if not (path == COMPLETIONS and name == "echo")}
+    known = {name for name in hints if not (path == COMPLETIONS and name in ("echo", "best_of"))}
     before = passed(served)
     answer = post(served, path, **hints, **unknown)
     assert answer.status_code == 200, answer.text
@@ -56,10 +56,10 @@ def test_hints_and_unknown_fields_are_passed_over_and_counted(path: str, served:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("suffix", "x"), ("best_of", 2), ("modalities", ["text", "audio"]), ("functions", [{"name": "f"}]),
+        ("suffix", "x"), ("top_a", 0.5), ("modalities", ["text", "audio"]), ("functions", [{"name": "f"}]),
         ("function_call", {"name": "f"}), ("logits_processors", ["x"]), ("use_beam_search", True),
-        ("length_penalty", 2), ("no_repeat_ngram_size", 3), ("skip_special_tokens", False), ("bad_words", ["a"]),
-        ("chat_template", "{{ 1 }}"), ("repeat_penalty", 1.2), ("extra_body", {"top_k": 1}), ("prompt_logprobs", 0),
+        ("length_penalty", 2), ("no_repeat_ngram_size", 3), ("xtc_probability", 0.5), ("bad_words", ["a"]),
+        ("chat_template", "{{ 1 }}"), ("repeat_penalty", 1.2), ("extra_body", {"top_k": 1}), ("raw", True),
     ],
 )  # fmt: skip
 def test_what_would_change_the_answer_is_refused_by_its_name(path: str, name: str, value: Any, served: Served) -> None:

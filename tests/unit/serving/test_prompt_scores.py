@@ -38,8 +38,8 @@ def check(served: Served, logprobs: Any, tokens: list[int], top: int) -> None:
     count = len(tokens)
     assert logprobs["token_logprobs"][1:count] == pytest.approx(own, abs=2e-4)
     for row, told in zip(expected, logprobs["top_logprobs"][1:count], strict=True):
-        # Of some tokens the texts are the same.
-        assert 0 < len(told) <= top
+        # The chosen one is always there; of some tokens the texts are the same.
+        assert 0 < len(told) <= top + 1
         assert max(told.values()) == pytest.approx(float(row.max()), abs=2e-4)
     decode = served.model.tokenizer.decode
     assert logprobs["tokens"][:count] == [decode([token], clean_up_tokenization_spaces=False) for token in tokens]
@@ -120,7 +120,6 @@ def test_scores_do_not_depend_on_how_many_rows_there_are() -> None:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"max_tokens": 0}, "max_tokens"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt_logprobs": -1}, "prompt_logprobs"),
         ({"prompt_logprobs": 1, "compress_cache": True}, "compress_cache"),
