@@ -1,6 +1,7 @@
 """A plugin for pytest: its process compiles the C++ otherwise than for this processor.
 
-``pytest -p tests.kernels --kernels AVX2 ...`` takes the loops of processors with eight lanes, ``none`` those with four.
+``pytest -p tests.kernels --kernels AVX2 ...`` takes the loops of processors with eight lanes, ``none`` those with four,
+``AVX512`` those with sixteen and neither pairs nor products of bytes.
 ``sanitized`` finds reads and writes out of bounds, and undefined behaviour: it needs ``LD_PRELOAD`` with the paths that
 ``c++ -print-file-name=libasan.so`` and ``c++ -print-file-name=libstdc++.so`` print, and `-s`, which lets reports out.
 """
@@ -13,7 +14,7 @@ SANITIZERS = ("-O1", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undef
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--kernels", choices=("AVX2", "none", "sanitized"), required=True)
+    parser.addoption("--kernels", choices=("AVX512", "AVX2", "none", "sanitized"), required=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -51,10 +51,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("test", VECTOR_TESTS)
-@pytest.mark.parametrize("vectors", ["AVX2", "none"])
+@pytest.mark.parametrize("vectors", ["AVX512", "AVX2", "none"])
 def test_kernels_for_processors_with_fewer_lanes(folder: Path, vectors: str, test: str) -> None:
     if not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("a processor without AVX2")
+    if vectors == "AVX512" and not torch.backends.cpu.get_cpu_capability().startswith(vectors):
+        pytest.skip("a processor without AVX-512")
     run(test, folder, vectors)
 
 
