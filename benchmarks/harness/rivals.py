@@ -58,6 +58,7 @@ RIVALS = {
     ),
     "megakv": Rival("MegaKV", TORCH, "megakv", own=True),
     "megakv_q4": Rival("MegaKV, 4-bit weights", TORCH, "megakv", weights="q4_1", own=True),
+    "megakv_q4_cp2": Rival("MegaKV, CP 2, 4-bit weights", TORCH, "megakv", ranks=2, weights="q4_1", own=True),
     "megakv_cp2": Rival("MegaKV, CP 2", TORCH, "megakv", ranks=2, own=True),
     "megakv_hosts": Rival("MegaKV, CP 2, two hosts", TORCH, "megakv", ranks=2, hosts=True, own=True),
 }
