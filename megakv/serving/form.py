@@ -24,6 +24,8 @@ GUIDANCE = "x-guidance"
 """With it a schema would say how the library is to read it."""
 CALL_NAME, CALL_ARGUMENTS, CALL_END = '{"name":', ',"parameters":', "}"
 """What a call's two values stand between."""
+MOST_RULES = 1000
+"""Of a grammar, counted by colons."""
 STEP_FUEL, STEP_ITEMS, SYMBOLS = 50_000, 10_000, 50_000
 """What a token may cost, and how large a grammar may be: a few milliseconds, in the thread that serves everyone."""
 
@@ -60,6 +62,12 @@ class Form:
         """That of a grammar in Lark's notation, or in EBNF as llama.cpp and vLLM take it; a ValueError as above."""
         check_size(text, "it has")
         check_repeats(text)
+        if "%ignore" in text:
+            # Some such grammars make the library write the same blank for ever.
+            raise ValueError("%ignore is not held; write what may stand between into the rules")
+        if (rules := text.count(":")) > MOST_RULES:
+            # It goes down a chain of rules by calls of its own.
+            raise ValueError(f"it has up to {rules} rules; allowed: {MOST_RULES}")
         try:
             text = any_to_lark(text)
         except Exception as error:  # whatever a stranger's grammar makes the library raise

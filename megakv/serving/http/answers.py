@@ -272,5 +272,5 @@ def _detokenizer(served: ServedModel, call: Call, request: Request) -> Detokeniz
 def _stop_tokens(served: ServedModel, stops: Sequence[str]) -> dict[int, str]:
     """Special tokens that are a stop: they may be no part of the text, or of no content."""
     tokenizer = served.tokenizer
-    special = set(tokenizer.all_special_tokens) if stops else set()
-    return {tokenizer.convert_tokens_to_ids(stop): stop for stop in stops if stop in special}
+    special = {token.content: id for id, token in tokenizer.added_tokens_decoder.items() if stops and token.special}
+    return {special[stop]: stop for stop in stops if stop in special}

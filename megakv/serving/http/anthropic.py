@@ -14,6 +14,7 @@ from megakv.serving.http.anthropic_schemas import MessagesBody
 from megakv.serving.http.blocks import Block, Blocks, News, Step
 from megakv.serving.http.errors import ApiError
 from megakv.serving.http.parts import Parts
+from megakv.serving.http.schemas import whole_letters
 from megakv.serving.request import Progress
 
 
@@ -145,6 +146,7 @@ def _arguments(block: Block) -> dict[str, Any]:
     """The object that a call's arguments are; nothing where they were cut off."""
     try:
         value = json.loads(block.text)
+        value = json.loads(whole_letters(json.dumps(value, ensure_ascii=False)))
     except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -195,13 +195,13 @@ class GivenBody(SamplingBody):
     def chat(self) -> dict[str, Any]:
         """The same as a body of chat completions."""
         values = self.model_dump(
-            include=SamplingBody.model_fields.keys() - {"stop", "stream_options"}, exclude_unset=True
+            include=SamplingBody.model_fields.keys() - {"stop", "stream_options"}, exclude_unset=True, by_alias=True
         )
         system = _joined(self.system, "\n\n") if self.system else ""
         messages = [{"role": "system", "content": system}] if system else []
         values["messages"] = [*messages, *(each for message in self.messages for each in message.messages())]
         values["max_tokens"] = self.max_tokens
-        values["stop"] = self.stop_sequences or None
+        values["stop"] = self.stop_sequences or self.stop
         tools = self.tools or []
         values["tools"] = [_function(tool) for tool in tools if tool.type in OWN_TOOLS] or None
         values["omitted_tools"] = [tool.name or tool.type for tool in tools if tool.type not in OWN_TOOLS]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from contextlib import suppress
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
@@ -33,10 +35,17 @@ class LiteralSpecials:
             text = value.replace(BEGIN, "").replace(END, "")
             return self._special.sub(lambda found: f"{BEGIN}{self._numbers[found[0]]}{END}", text)
         if isinstance(value, dict):
-            return {self.marked(name): self.marked(each) for name, each in value.items()}
+            return {self.marked(name): self._marked(name, each) for name, each in value.items()}
         if isinstance(value, list | tuple):
             return [self.marked(each) for each in value]
         return value
+
+    def _marked(self, name: Any, value: Any) -> Any:
+        """A field's value; in arguments, which are JSON in a text, escapes stand for letters of special tokens too."""
+        if name == "arguments" and isinstance(value, str):
+            with suppress(ValueError, RecursionError):
+                return json.dumps(self.marked(json.loads(value)), ensure_ascii=False)
+        return self.marked(value)
 
     def tokens(self, text: str) -> list[int]:
         """Tokens of a text with marks; a ValueError where they cannot be those of the text without its special tokens.

@@ -21,7 +21,7 @@ from megakv.serving.http.errors import ApiError, too_long
 from megakv.serving.http.fields import pass_over
 from megakv.serving.http.literal import LiteralSpecials
 from megakv.serving.http.response_schemas import ResponseBody
-from megakv.serving.http.schemas import Body, CompletionBody
+from megakv.serving.http.schemas import Body, CompletionBody, whole_letters
 from megakv.serving.http.wrong_fields import wrong_fields
 
 LEAST_VALUES = 1 << 16
@@ -278,7 +278,7 @@ class PromptReader:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         made = self.tokenizer(
-            text,
+            whole_letters(text),
             add_special_tokens=special,
             return_attention_mask=False,
             return_token_type_ids=False,

@@ -18,6 +18,7 @@ from megakv.serving.http.response_schemas import (
     ResponseMessage,
     ResponseReasoning,
 )
+from megakv.serving.http.schemas import NO_LIMIT
 
 Messages = list[dict[str, Any]]
 
@@ -120,7 +121,8 @@ async def prompt_of(body: ResponseBody, messages: Messages, encode: Encode, cont
     """The prompt of a whole conversation, or of what is left of it where its oldest turns may be left out."""
     if body.truncation != "auto" or context is None:
         return await encode(messages)
-    return await _newest_that_fit(messages, encode, context - min(body.max_output_tokens or 1, context // 2))
+    asked = None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens
+    return await _newest_that_fit(messages, encode, context - min(asked or 1, context // 2))
 
 
 async def _newest_that_fit(messages: Messages, encode: Encode, most: int) -> tuple[int, ...]:

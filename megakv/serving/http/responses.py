@@ -19,6 +19,7 @@ from megakv.serving.http.message_schemas import Message
 from megakv.serving.http.parts import Parts
 from megakv.serving.http.response_items import assistant, called
 from megakv.serving.http.response_schemas import BuiltInTool, CustomTool, ResponseBody, ResponseNamedTool, ResponseTool
+from megakv.serving.http.schemas import NO_LIMIT, whole_letters
 from megakv.serving.http.stream import BEAT
 from megakv.serving.request import Progress
 
@@ -188,7 +189,7 @@ class ResponseAnswer:
             "model": body.model,
             "instructions": body.instructions,
             "previous_response_id": body.previous_response_id,
-            "max_output_tokens": body.max_output_tokens,
+            "max_output_tokens": None if body.max_output_tokens == NO_LIMIT else body.max_output_tokens,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
@@ -222,7 +223,7 @@ def _call_id(block: Block) -> str:
 def _input(arguments: str) -> str:
     """The text that a custom tool is given; the arguments as they are where they were cut off."""
     try:
-        return str(json.loads(arguments)["input"])
+        return whole_letters(str(json.loads(arguments)["input"]))
     except (ValueError, RecursionError, KeyError, TypeError):
         return arguments
 

@@ -42,6 +42,11 @@ Ignored = Annotated[Any, AfterValidator(lambda _: None)]
 """Of fields that say who asks or how to bill: nothing here goes by them, and nothing of them is kept."""
 
 
+def whole_letters(text: str) -> str:
+    """A text with question marks for halves of letters, which JSON may have and UTF-8 has not."""
+    return text.encode(errors="replace").decode()
+
+
 def at_most(entries: int) -> BeforeValidator:
     """For an object: looked at before its entries are, of which each may be wrong in several ways."""
 

@@ -37,7 +37,7 @@ class ThoughtParts:
 
     def __init__(self, end: str, make: Callable[[], Parts]):
         self._end, self._inner = end, make()
-        self._held, self._thinks = "", True
+        self._held, self._thinks, self._begun = "", True, False
 
     def add(self, text: str, *, last: bool) -> list[Part]:
         self._held += text
@@ -53,6 +53,9 @@ class ThoughtParts:
                 found.append(ReasoningText(thought))
         if self._thinks:
             return [*found, *self._inner.add("", last=True)] if last else found
-        # No form begins with a line's end.
-        answer, self._held = self._held.lstrip(BLANKS), ""
+        answer, self._held = self._held, ""
+        if not self._begun:
+            # Line ends before the answer are of the thoughts.
+            answer = answer.lstrip(BLANKS)
+            self._begun = answer != ""
         return [*found, *self._inner.add(answer, last=last)] if answer or last else found

@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from megakv.serving.http.anthropic import _arguments
 from megakv.serving.http.anthropic_schemas import MessagesBody
+from megakv.serving.http.blocks import Block
 from megakv.serving.http.settings import ApiKeys, HttpSettings
 from tests.distributed.models import prose
 from tests.unit.serving.conftest import MOST_S, NAME, Served, running
@@ -213,3 +215,16 @@ def test_keys(loop: Any, tmp_path: Any) -> None:
         error_of(post(url, headers={"x-api-key": "0123456789abcdef-two"}), 401, "authentication_error")
         for headers in ({"x-api-key": "0123456789abcdef-one"}, {"authorization": "Bearer 0123456789abcdef-one"}):
             assert post(url, headers={**headers, "anthropic-version": "2023-06-01"}).status_code == 200
+
+
+def test_fields_of_all_endpoints_hold_here(bytes_: Served) -> None:
+    form = {"json": OBJECT}
+    text = answered(bytes_.url, max_tokens=60, structured_outputs=form)["content"][0]["text"]
+    assert json.loads(text)["kind"] in ("a", "b")
+    ended = answered(bytes_.url, max_tokens=60, structured_outputs={"choice": ["abcd"]}, stop=["c"])
+    assert ended["content"][0]["text"] == "ab" and ended["stop_reason"] == "stop_sequence"
+
+
+def test_halves_of_letters_in_calls() -> None:
+    block = Block("call", 0, "look", '{"a":"\\ud800","b":["x\\udfff"]}')
+    assert _arguments(block) == {"a": "?", "b": ["x?"]}

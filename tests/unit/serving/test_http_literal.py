@@ -74,3 +74,14 @@ def test_all_of_a_value_is_marked() -> None:
     literal = LiteralSpecials(byte_level())
     marked = json.dumps(literal.marked([{"a<end>": ("<user>", 5, None)}, "<end"]))
     assert "<end>" not in marked and "<user>" not in marked and "<end" in marked
+
+
+def test_escapes_in_arguments_are_letters() -> None:
+    tokenizer = made("byte_level")
+    literal = LiteralSpecials(tokenizer)
+    names = ["<end>", "<user>", "<assistant>"]
+    value = {"a": random.choice(names), random.choice(names): [1, random.choice(names)]}
+    escaped = json.dumps(value).replace("<", "\\u003c")
+    found = json.loads(literal.marked({"arguments": escaped})["arguments"])
+    assert found == literal.marked(value) and not any(name in json.dumps(found) for name in names)
+    assert literal.marked({"arguments": "{<end>"})["arguments"] == literal.marked("{<end>")

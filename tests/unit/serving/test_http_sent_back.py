@@ -8,7 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from megakv.serving.http.call import ServedModel
+from megakv.serving.http.chat_schemas import ChatBody
+from megakv.serving.request import Sampling
 from tests.unit.serving.conftest import MOST_S, NAME, Served
+from tests.unit.serving.tokenizers import byte_level
 
 RECORDED = json.loads(Path(__file__).with_name("sent_back.json").read_text())
 USER = {"role": "user", "content": "hi"}
@@ -57,3 +61,20 @@ def test_responses_go_on(kind: str, served: Served) -> None:
     output = {"type": "function_call_output", "call_id": called[0].call_id, "output": "1", "id": None, "odd": 1}
     items = [USER, *map(KINDS[kind], said), {**USER, "phase": None}, *map(KINDS[kind], called), output]
     assert responses.create(input=items, model=NAME, max_output_tokens=2).usage.output_tokens == 2
+
+
+def test_halves_of_letters_in_calls_come_back(bytes_served: Served) -> None:
+    function = {"name": "f", "arguments": '{"a":"\\ud800"}'}
+    calls = [{"id": "c", "type": "function", "function": function}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+    ]
+    messages.append({"role": "tool", "tool_call_id": "c", "content": ""})
+    body = {"model": NAME, "max_tokens": 2, "messages": messages}
+    template = "{% for m in messages %}<user>{{ m.content }}{{ (m.tool_calls or []) | tojson }}{% endfor %}<assistant>"
+    reader = ServedModel("m", byte_level(), 4096, 4096, frozenset({0}), Sampling()).reader
+    reader.tokenizer.chat_template = template
+    (tokens,) = reader.prompts(ChatBody.model_validate_json(json.dumps(body)))
+    assert len(tokens)
+    assert httpx.post(f"{bytes_served.url}/v1/chat/completions", json=body, timeout=MOST_S).status_code == 200

@@ -99,3 +99,9 @@ def test_best_of_as_many_as_are_answered(served: Served, text: str) -> None:
     assert [choice["text"] for choice in found] == [
         choice["text"] for choice in ask(served, text, n=2, temperature=1, seed=3)["choices"]
     ]
+
+
+def test_special_tokens_that_have_no_role_are_stops_too(bytes_served: Served) -> None:
+    number = bytes_served.model.tokenizer.convert_tokens_to_ids("<user>")
+    answer = ask(bytes_served, "ab", stop=["<user>"], logit_bias={str(number): 100})
+    assert answer["choices"][0]["finish_reason"] == "stop" and answer["usage"]["completion_tokens"] == 1

@@ -281,3 +281,15 @@ def test_a_server_answers_either(bytes_served: Served) -> None:
             assert answer.status_code == 200, answer.text
             text = answer.json()["choices"][0]["message"]["content"]
             assert text in ("7", "8") if bias < 0 else (text or "<call>").startswith("<call>"), text
+
+
+@pytest.mark.parametrize(
+    ("grammar", "says"),
+    [
+        ('start: A " " B\nA: "x"\nB: "y"\n%ignore /[ ]+/', "%ignore is not held"),
+        ("start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(4499)) + '\nr4499: "a"', "rules; allowed: 1000"),
+    ],
+)
+def test_grammars_that_would_end_the_server_are_refused(served: Served, grammar: str, says: str) -> None:
+    """One never came to a token, the other went through the stack."""
+    assert says in check_error(ask(served, COMPLETIONS, guided_grammar=grammar), 400)["message"]

@@ -115,3 +115,11 @@ def test_answers_are_json_behind_thoughts(thinking: Served) -> None:
     answer = ask(logit_bias={str(end): -100})
     assert answer["message"]["reasoning_content"] and answer["message"]["content"] == ""
     assert answer["finish_reason"] == "length"
+
+
+def test_line_ends_within_the_answer_stay() -> None:
+    for _ in range(50):
+        answer = "a" + "".join(random.choices("\n\nab ", k=30)) + "b"
+        text = random_text(9).replace("<", "") + "</think>" + random.choice(["", "\n", "\n\n"]) + answer
+        parts = cut(ThoughtParts("</think>", PlainParts), text)
+        assert "".join(part for part in parts if not isinstance(part, ReasoningText)) == answer
