@@ -216,6 +216,8 @@ def _calls(value: Any) -> Iterator[dict[str, Any]]:
     """Calls that a client can use and send back; an error where one is none."""
     for call in value if isinstance(value, list) else [value]:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
+        if not name:
+            raise ValueError("a call of nothing")
         parsed = json.loads(arguments) if isinstance(arguments, str) else arguments
         # What is no object, and what is no JSON for all that Python reads it, are errors.
         written = json.dumps({**parsed}, allow_nan=False)
