@@ -177,8 +177,8 @@ inline __m512i levels(Six, const FourRows& blocks, int unit, int e) {
   return _mm512_or_si512(found, _mm512_and_si512(upper, _mm512_set1_epi8(0x30)));
 }
 
-// total[2 * r + i / 4][i % 4] = x[r] . weight[i] for R rows of x, `x_step` parts apart, and eight of the weight in blocks, with so many
-// columns. Meanwhile fetches what lies `ahead` bytes further on, if anything does.
+// total[2 * r + i / 4][i % 4] = x[r] . weight[i] for R rows of x, `x_step` parts apart, and eight of the weight in blocks,
+// with so many columns. Meanwhile fetches what lies `ahead` bytes further on, if anything does.
 template <int R, class K>
 __attribute__((noinline)) void multiply_bytes(const Fixed* x, int64_t x_step, const uint8_t* const rows[EIGHT],
                                               int64_t columns, int64_t ahead, Four total[2 * R]) {

@@ -50,7 +50,7 @@ class Form:
 
     @classmethod
     def regex(cls, text: str, tokenizer: LLTokenizer) -> Form:
-        """That of a regular expression, which the whole answer is; a ValueError says what of it cannot be."""
+        """Form of a regular expression, which the whole answer is; a ValueError says what of it cannot be."""
         check_size(text, "it has")
         check_regex(text)
         if found := LOOKS.search(text):
@@ -59,7 +59,7 @@ class Form:
 
     @classmethod
     def lark(cls, text: str, tokenizer: LLTokenizer) -> Form:
-        """That of a grammar in Lark's notation, or in EBNF as llama.cpp and vLLM take it; a ValueError as above."""
+        """Form of a grammar in Lark's notation, or in EBNF as llama.cpp and vLLM take it; a ValueError as above."""
         check_size(text, "it has")
         check_repeats(text)
         if "%ignore" in text:

@@ -226,12 +226,12 @@ class MessagesBody(ChatBody):
 
     @classmethod
     def names(cls) -> frozenset[str]:
-        """As of `Body`."""
+        """Fields of the JSON that clients send."""
         return GivenBody.names()
 
     @classmethod
     def read(cls, value: Any) -> MessagesBody:
-        """As of `Body`."""
+        """Read a body as clients send it, and make one of chat completions of it."""
         return cls.model_validate(GivenBody.model_validate(value).chat())
 
 

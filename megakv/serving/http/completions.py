@@ -82,7 +82,7 @@ def completion_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Tok
 
 
 def prompt_logprobs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[Token], most: int) -> list[Any]:
-    """Those of a prompt as vLLM has them: by token, none of the first; ranks where they are known."""
+    """Log probabilities of a prompt as vLLM has them: by token, none of the first; ranks where they are known."""
     found: list[Any] = []
     for token in tokens:
         likely = {other: (logprob, rank) for rank, (other, logprob) in enumerate(token.top, 1)}

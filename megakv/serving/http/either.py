@@ -23,7 +23,7 @@ class Opening:
 
     @classmethod
     def of(cls, template: Any, tokenizer: PreTrainedTokenizerBase) -> Opening | None:
-        """That of an answer template; None where it has no text that all calls begin with."""
+        """Opening of an answer template's calls; None where it has no text that all calls begin with."""
         fields = template.get("fields") if isinstance(template, dict) else None
         if not (calls := (fields or {}).get("tool_calls")):
             return cls("", "")
